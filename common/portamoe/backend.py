@@ -1,0 +1,115 @@
+"""The contract between the core and a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from portamoe.decision import Reason
+    from portamoe.device import Device
+    from portamoe.spec import MoESpec
+    from portamoe.weights import ExpertSource
+
+
+class PreparedWeights(Protocol):
+    """One rank's experts in a backend's own layout, on one device."""
+
+    @property
+    def spec(self) -> MoESpec:
+        """The spec they were prepared for."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes they take on the device."""
+        ...
+
+
+@dataclass(frozen=True)
+class WarmUpReport:
+    """What `warm_up` compiled: number of binaries and the seconds it took."""
+
+    binaries: int
+    seconds: float
+
+
+class Backend(Protocol):
+    """What the registry asks of a backend. Nothing heavy is imported before `prepare`.
+
+    name, package:  as shown by the probe ("triton_unfused", "rocm_moe")
+    priority:       among those that accept, the automatic choice takes the highest
+
+    T tokens, H hidden size, I intermediate size, K experts per token; topk_ids are ids of the whole layer, and an
+    id that is -1 or outside `spec.local_experts` contributes nothing.
+    """
+
+    name: str
+    package: str
+    priority: int
+
+    def check(self, spec: MoESpec, device: Device) -> list[Reason]:
+        """Return every reason why `spec` cannot be served on `device`; empty means accepted.
+
+        Looks only at facts in `device` and `device.host`: no vendor import, no GPU context, no torch.
+        """
+        ...
+
+    def only_on_request(self, spec: MoESpec, device: Device) -> Reason | None:
+        """Return why the automatic choice should pass over this backend although it works, or None."""
+        ...
+
+    def prepare(
+        self,
+        weights: ExpertSource,
+        spec: MoESpec,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PreparedWeights:
+        """Convert canonical weights to this backend's layout on `device`, expert by expert.
+
+        `progress(done, total)` is called after each expert.
+        """
+        ...
+
+    def default_max_local_rows(self, spec: MoESpec, max_tokens: int) -> int:
+        """Return the rows of one window when the caller names none."""
+        ...
+
+    def workspace_bytes(self, spec: MoESpec, max_tokens: int, max_local_rows: int) -> int:
+        """Return exactly how many bytes `forward` uses beside its output for up to `max_tokens`."""
+        ...
+
+    def warm_up(
+        self, prepared: PreparedWeights, max_tokens: int, max_local_rows: int
+    ) -> WarmUpReport:
+        """Compile everything that `forward` will ever launch for 1 … max_tokens tokens."""
+        ...
+
+    def forward(
+        self,
+        prepared: PreparedWeights,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        workspace: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        max_local_rows: int,
+        **hooks: Any,
+    ) -> None:
+        """Write this rank's weighted sum of its experts to `out`; no host sync, no allocation.
+
+        x:             (T, H) bf16, contiguous
+        topk_ids:      (T, K) int32 or int64
+        topk_weights:  (T, K) float32
+        workspace:     (N,) uint8, N >= workspace_bytes(spec, T, max_local_rows), 256-byte aligned
+        out:           (T, H), dtype of x, contiguous
+        max_local_rows: rows of one window; routing that needs more runs in further windows, same result
+        hooks:         `after_gemm1`, `after_gemm2` where the backend has such points; others raise TypeError
+        """
+        ...
