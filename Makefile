@@ -1,0 +1,41 @@
+# make run   set up, show what this machine can do, run one Kimi-K3 MoE layer and compare it with its expected values
+# make test  set up and run the tests (no GPU, no root, under ten minutes)
+# make lint  formatting, types and import direction
+
+PYTHON ?= python3
+VENV := $(or $(PORTAMOE_VENV),.venv)
+BIN := $(VENV)/bin
+DATA := tests/data/kimi-k3-tiny
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: run test lint format test-kernels clean env-run env-test env-dev
+
+run: env-run
+	$(BIN)/portamoe probe capabilities
+	$(BIN)/portamoe run --checkpoint $(DATA) --layer 1 --input $(DATA)/expected/layer_1.safetensors \
+	    --expected $(DATA)/expected/layer_1.safetensors --backend torch
+
+test: env-test
+	$(BIN)/python -m pytest -m "not kernels and not gpu"
+
+# Interprets and compiles the Triton kernels; minutes, still without a GPU.
+test-kernels: env-test
+	$(BIN)/python -m pytest -m "kernels and not gpu"
+
+lint: env-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	PYTHONPATH=common:. $(BIN)/lint-imports
+
+format: env-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env-run env-test env-dev: env-%:
+	@$(PYTHON) scripts/bootstrap.py $*
+
+clean:
+	rm -rf .venv build dist
