@@ -84,9 +84,7 @@ class Backend(Protocol):
         """Return exactly how many bytes `forward` uses beside its output for up to `max_tokens`."""
         ...
 
-    def warm_up(
-        self, prepared: PreparedWeights, max_tokens: int, max_local_rows: int
-    ) -> WarmUpReport:
+    def warm_up(self, prepared: PreparedWeights, max_tokens: int, max_local_rows: int) -> WarmUpReport:
         """Compile everything that `forward` will ever launch for 1 … max_tokens tokens."""
         ...
 

@@ -64,8 +64,7 @@ class MoESpec:
         for name in ("hidden_size", "intermediate_size"):
             if getattr(self, name) % block:
                 raise ValueError(
-                    f"{name} {getattr(self, name)} is no multiple of {block}, "
-                    f"the block of {self.weight_format}"
+                    f"{name} {getattr(self, name)} is no multiple of {block}, the block of {self.weight_format}"
                 )
         self._validate_local_experts()
 
