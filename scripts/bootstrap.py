@@ -3,8 +3,8 @@
     python3 scripts/bootstrap.py run|test|dev
 
 An importable torch or Triton of the calling Python (a ROCm or CUDA image's, the user's own) is inherited and never
-replaced: .venv then sees that Python's packages through a path file, and pip is held to their exact versions. Only where
-torch is not importable is it installed, then Triton if torch did not bring one, then the project.
+replaced: .venv then sees that Python's packages through a path file, and pip is held to their exact versions. Only
+where torch is not importable is it installed, then Triton if torch did not bring one, then the project.
 Standard library only, since it runs before anything is installed. Messages go to stderr.
 """
 
