@@ -2,7 +2,8 @@
 
 It reads the *shuffled* bytes through index arithmetic of its own and knows nothing of the adapter. The layout that it
 expects follows from the environment at the call, as AITER's does, so weights prepared for another mode give wrong
-numbers, not an error. Everything that AITER leaves to luck (a lost `is_shuffled`, missing betas, ids out of range) raises here.
+numbers, not an error. Everything that AITER leaves to luck (a lost `is_shuffled`, missing betas, ids out of range)
+raises here.
 """
 
 import os
