@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -68,14 +68,19 @@ class ExpertWeights(Expert):
 
     def expert(self, index: int) -> Expert:
         """Return a view of the local expert `index`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Expert(**{k: None if v is None else v[index] for k, v in values.items()})
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            stacked = getattr(self, field.name)
+            values[field.name] = None if stacked is None else stacked[index]
+        return Expert(**values)
 
 
 def stack(source: ExpertSource) -> ExpertWeights:
-    """Copy every expert of `source` into one set of stacked tensors on the device of the first."""
-    import torch
+    """Copy every expert of `source` into one set of stacked tensors on the device of the first.
 
+    Raises ValueError when an expert's tensors are not those of the first in dtype and shape: a copy would cast or
+    broadcast them.
+    """
     first = source.expert(0)
     out: dict[str, torch.Tensor | None] = {}
     for field in fields(Expert):
@@ -84,24 +89,33 @@ def stack(source: ExpertSource) -> ExpertWeights:
     for index in range(len(source)):
         expert = first if index == 0 else source.expert(index)
         for name, target in out.items():
+            value, wanted = getattr(expert, name), getattr(first, name)
+            if _kind(value) != _kind(wanted):
+                raise ValueError(f"{name} of expert {index} is {_kind(value)}, that of expert 0 is {_kind(wanted)}")
             if target is not None:
-                target[index].copy_(getattr(expert, name))
+                target[index].copy_(value)
     return ExpertWeights(**out)  # type: ignore[arg-type]
 
 
-def validate(source: ExpertSource, spec: MoESpec) -> None:
-    """Compare the first expert's dtypes and shapes, and the count, with what `spec` implies.
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
-    Raises ValueError or TypeError naming the tensor, what came and what was expected.
+
+def validate(source: ExpertSource, spec: MoESpec) -> None:
+    """Compare the first expert's tensors, their dtypes and shapes, and the count, with what `spec` implies.
+
+    Raises ValueError or TypeError naming the tensor, what came and what was expected; a tensor that the spec has no use
+    for raises as well, because ignoring a scale or a bias would give plausible wrong results.
     """
     import torch
 
     if len(source) != spec.num_local_experts:
-        raise ValueError(
-            f"weights hold {len(source)} experts, the spec's local range has {spec.num_local_experts}"
-        )
+        raise ValueError(f"weights hold {len(source)} experts, the spec's local range has {spec.num_local_experts}")
+    if isinstance(source, ExpertWeights):
+        _validate_counts(source)
     expert = source.expert(0)
-    for name, (dtypes, shape) in expected_tensors(spec).items():
+    expected = expected_tensors(spec)
+    for name, (dtypes, shape) in expected.items():
         value = getattr(expert, name)
         if value is None:
             raise ValueError(f"{name} is missing, {spec.weight_format} needs it as {shape}")
@@ -109,8 +123,20 @@ def validate(source: ExpertSource, spec: MoESpec) -> None:
             raise TypeError(f"{name} is {getattr(value, 'dtype', type(value))}, expected {dtypes}")
         if tuple(value.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape}")
-    if not spec.bias and (expert.w13_bias is not None or expert.w2_bias is not None):
-        raise ValueError("weights carry biases but the spec says bias=False")
+    allowed = expected.keys() | ({"w13_input_scale", "w2_input_scale"} if spec.weight_format == "nvfp4" else set())
+    given = {f.name for f in fields(expert) if getattr(expert, f.name) is not None}
+    if surplus := sorted(given - allowed):
+        raise ValueError(
+            f"weights carry {', '.join(surplus)}, which a spec with weight_format={spec.weight_format!r} and "
+            f"bias={spec.bias} has no use for"
+        )
+
+
+def _validate_counts(stacked: ExpertWeights) -> None:
+    tensors = {f.name: getattr(stacked, f.name) for f in fields(stacked)}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[:1] != stacked.w13.shape[:1]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but w13 holds {len(stacked)} experts")
 
 
 def expected_tensors(spec: MoESpec) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
