@@ -1,0 +1,159 @@
+"""NVIDIA devices from NVML through nvidia-ml-py: no CUDA context, safe to fork after.
+
+Facts are gathered in the form a recording keeps: {"driver", "cuda", "source", "devices": [{"index", "name", "uuid",
+"compute_capability", "memory_bytes", "memory_free_bytes", "mig"}]}.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from portamoe.decision import Reason
+from portamoe.detection.files import Files
+
+LIBRARY = "libnvidia-ml.so.1"
+PROC = "/proc/driver/nvidia"
+
+
+def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
+    """Return NVML's facts, or the few that procfs has, or None; and what went wrong.
+
+    A machine without NVIDIA's driver library and without its kernel module is no problem.
+    """
+    kernel_module = files.readable_text(f"{PROC}/version") is not None
+    if not _library_loads():
+        if not kernel_module:
+            return None, []
+        remedy = "containers: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return read_procfs(files), [Reason("NVML", f"{LIBRARY} not found", "the driver's library", remedy)]
+    if importlib.util.find_spec("pynvml") is None:
+        value, limit = "the Python package nvidia-ml-py is not installed", "nvidia-ml-py"
+        reason = Reason("NVML", value, limit, "pip install nvidia-ml-py")
+        return read_procfs(files) if kernel_module else None, [reason]
+    try:
+        return _query(), []
+    except Exception as error:  # noqa: BLE001 - whatever a broken driver or another pynvml throws
+        text = f"{type(error).__name__}: {error}"
+        remedy = "repair the driver (nvidia-smi shows the same error)" if kernel_module else None
+        return None, [Reason("NVML", text, "a working NVIDIA driver", remedy)]
+
+
+def _library_loads() -> bool:
+    import ctypes
+
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def _query() -> dict[str, Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        return {
+            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "cuda": f"{version // 1000}.{version % 1000 // 10}",
+            "source": "nvml",
+            "devices": [_device(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())],
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _device(pynvml: Any, index: int) -> dict[str, Any]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return {
+        "index": index,
+        "name": _text(pynvml.nvmlDeviceGetName(handle)),
+        "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+        "compute_capability": [int(part) for part in capability],
+        **_memory(pynvml, handle),
+        "mig": _mig(pynvml, handle),
+    }
+
+
+def _memory(pynvml: Any, handle: Any) -> dict[str, int | None]:
+    try:
+        info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError:  # devices that share the host's memory (GB10) have no such figure
+        return {"memory_bytes": None, "memory_free_bytes": None}
+    return {"memory_bytes": int(info.total), "memory_free_bytes": int(info.free)}
+
+
+def _mig(pynvml: Any, handle: Any) -> list[dict[str, Any]] | None:
+    """Return the MIG instances of a device in MIG mode, None for one that is not."""
+    try:
+        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
+            return None
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except pynvml.NVMLError:
+        return None
+    instances = []
+    for index in range(count):
+        try:
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except pynvml.NVMLError:  # slots that hold no instance
+            continue
+        uuid = _text(pynvml.nvmlDeviceGetUUID(instance))
+        instances.append({"uuid": uuid, **_memory(pynvml, instance)})
+    return instances
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def read_procfs(files: Files) -> dict[str, Any]:
+    """Return names and UUIDs from /proc/driver/nvidia, which has neither compute capability nor memory."""
+    devices: list[dict[str, Any]] = []
+    for bus in sorted(files.names(f"{PROC}/gpus")):
+        text = files.readable_text(f"{PROC}/gpus/{bus}/information") or ""
+        values = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", text, re.M))
+        devices.append(
+            {
+                "index": len(devices),
+                "name": values.get("Model", "unknown NVIDIA device"),
+                "uuid": values.get("GPU UUID"),
+                "compute_capability": None,
+                "memory_bytes": None,
+            }
+        )
+    version = re.search(r"Kernel Module[^\d]*([\d.]+)", files.readable_text(f"{PROC}/version") or "")
+    return {
+        "driver": version[1] if version else None,
+        "cuda": None,
+        "source": "procfs",
+        "devices": devices,
+    }
+
+
+def cuda_devices(devices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the devices as CUDA counts them: of GPUs in MIG mode, one instance serves a process.
+
+    A GPU in MIG mode takes the place of its first instance; further instances are reachable by UUID only.
+    """
+    out: list[Mapping[str, Any]] = []
+    for device in devices:
+        instances = device.get("mig")
+        if instances is None:
+            out.append(device)
+        elif instances:
+            out.append({**device, **instances[0], "name": f"{device['name']} MIG"})
+    return out
+
+
+def mig_instances(devices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return every MIG instance as a device of its own, for CUDA_VISIBLE_DEVICES=MIG-<uuid>."""
+    return [
+        {**device, **instance, "name": f"{device['name']} MIG"}
+        for device in devices
+        for instance in device.get("mig") or []
+    ]
