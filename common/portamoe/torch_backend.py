@@ -7,11 +7,11 @@ float32. It reads the routing on the host, so it cannot be captured in a graph. 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portamoe.backend import WarmUpReport
-from portamoe.decision import Reason
-from portamoe.spec import BLOCK_SIZE
+from portamoe.checks import memory_reason, multiple_reason, present, torch_reason, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
     from portamoe._torch_moe import TorchPrepared
     from portamoe.backend import PreparedWeights
+    from portamoe.decision import Reason
     from portamoe.device import Device
     from portamoe.spec import MoESpec
     from portamoe.weights import ExpertSource
 
 #: pyproject.toml's floor.
-_MIN_TORCH = (2, 6)
+_MIN_TORCH = "2.6"
 #: Weight values decoded at a time: 16 MiB of float32, small for a GPU and a few cache sizes of a CPU.
 CHUNK_VALUES = 1 << 22
 #: Rows of one window when the caller names none: enough for matrix products to outweigh the decoding.
@@ -38,6 +39,7 @@ class TorchBackend:
 
     graph_safe:     False — `forward` raises inside a graph capture
     deterministic:  True — the same inputs give the same bits
+    x_dtypes:       what x may be; the sum is float32 for all
     """
 
     name = "torch"
@@ -45,10 +47,15 @@ class TorchBackend:
     priority = 0
     graph_safe = False
     deterministic = True
+    x_dtypes = ("bfloat16", "float16", "float32")
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:
         """Return what is missing: torch itself, its support for the vendor, or memory."""
-        return _torch_reasons(device) + _block_reasons(spec) + self._memory_reasons(spec, device)
+        return [
+            *present(torch_reason(device, _MIN_TORCH)),
+            *_block_reasons(spec),
+            *present(self._memory_reason(spec, device)),
+        ]
 
     def only_on_request(self, spec: MoESpec, device: Device) -> Reason | None:  # noqa: ARG002
         """Return None: it is what is left when nothing else fits."""
@@ -120,15 +127,14 @@ class TorchBackend:
             raise ValueError(f"workspace has {workspace.numel()} bytes, {x.shape[0]} tokens need {needed}")
         _torch_moe.forward(_own(prepared), x, topk_ids, topk_weights, workspace, out, max_local_rows)
 
-    def _memory_reasons(self, spec: MoESpec, device: Device) -> list[Reason]:
-        """Compare free memory with the weights (on a GPU; a CPU uses them in place) and one token's workspace."""
-        free = device.memory_free_bytes
-        needed = self.workspace_bytes(spec, 1, 1) + (0 if device.vendor == "cpu" else weight_bytes(spec))
-        if free is None or free >= needed:
-            return []
-        return [
-            Reason("free memory", free, needed, "keep fewer experts on this device (--experts LO:HI), or free some")
-        ]
+    def _memory_reason(self, spec: MoESpec, device: Device) -> Reason | None:
+        """Compare the memory with the weights and one token's workspace.
+
+        A CPU uses weights that are in memory where they lie, so there its size counts and not what is free.
+        """
+        if device.vendor == "cpu":
+            device = replace(device, memory_free_bytes=None)
+        return memory_reason(weight_bytes(spec) + self.workspace_bytes(spec, 1, 1), device)
 
 
 def region_bytes(spec: MoESpec, tokens: int, max_local_rows: int) -> dict[str, int]:
@@ -151,42 +157,14 @@ def chunk_rows(columns: int, rows: int) -> int:
     return max(1, min(rows, CHUNK_VALUES // columns))
 
 
-def weight_bytes(spec: MoESpec) -> int:
-    """Return the bytes of this rank's canonical weights, with bf16 biases, without torch."""
-    values = 3 * spec.intermediate_size * spec.hidden_size
-    packed = values // 2 + values // BLOCK_SIZE[spec.weight_format]
-    each = 2 * values if spec.weight_format == "bf16" else packed
-    if spec.bias:
-        each += 2 * (2 * spec.intermediate_size + spec.hidden_size)
-    return spec.num_local_experts * each
-
-
-def _torch_reasons(device: Device) -> list[Reason]:
-    torch = device.host.torch
-    needs = ".".join(map(str, _MIN_TORCH))
-    if torch is None:
-        return [Reason("torch", "not installed", f">= {needs}", "install torch")]
-    version = str(torch.get("version"))
-    parts = version.split(".")
-    if len(parts) >= 2 and all(part.isdigit() for part in parts[:2]) and tuple(map(int, parts[:2])) < _MIN_TORCH:
-        return [Reason("torch", version, f">= {needs}", "update torch")]
-    wanted = {"amd": "hip", "nvidia": "cuda"}.get(device.vendor)
-    if wanted is not None and torch.get(wanted) is None:
-        build = {"hip": "a ROCm build", "cuda": "a CUDA build"}[wanted]
-        return [Reason("torch build", version, build, f"install {build} of torch, or use the CPU")]
-    return []
-
-
 def _block_reasons(spec: MoESpec) -> list[Reason]:
     """Quantised activations share a scale over blocks of H and I."""
     block = {"bf16": 1, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}[spec.activation_format]
-    return [
-        Reason(
-            f"{name} with {spec.activation_format} activations", size, f"a multiple of {block}", "use bf16 activations"
-        )
-        for name, size in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size))
-        if size % block
-    ]
+    remedy = f"{spec.activation_format} activations come in blocks; use bf16 activations"
+    return present(
+        multiple_reason("hidden_size", spec.hidden_size, block, remedy),
+        multiple_reason("intermediate_size", spec.intermediate_size, block, remedy),
+    )
 
 
 def _own(prepared: PreparedWeights) -> TorchPrepared:

@@ -1,0 +1,267 @@
+"""`RoutedExperts`: one rank's routed experts as a module, on the backend that was chosen for it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from portamoe import registry
+from portamoe.decision import Accepted
+from portamoe.detection import detect
+from portamoe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portamoe.backend import Backend, WarmUpReport
+    from portamoe.registry import Selection
+    from portamoe.spec import MoESpec
+    from portamoe.weights import ExpertSource
+
+#: What x may be where a backend does not say more in `x_dtypes`.
+_X_DTYPES = ("bfloat16",)
+
+
+class RoutedExperts(nn.Module):
+    """The weighted sum of this rank's experts: y[t] = Σ_k w[t, k] · expert(id[t, k])(x[t]).
+
+    spec, weights:   as `load_experts` returns them; any ExpertSource fits
+    device:          a torch device; default: the GPU on which in-memory weights lie, else the first visible device
+    backend:         a backend's name, obeyed or refused with the reasons; default: $PORTAMOE_BACKEND, else the best
+    max_tokens:      the most tokens T of a call
+    max_local_rows:  rows of one window of the work; fewer need less memory, the result is the same
+    workspace:       (N,) uint8 on the device, N >= `workspace_bytes`, shared by layers that never run at the same time;
+                     default: an own one
+    validate:        look at the ids of every call and raise for those outside -1 … E - 1; default: on the CPU only, as
+                     it makes a GPU wait. Without it such ids count as -1.
+    progress:        called with (done, total) after each expert is prepared
+
+    The module is for inference and has no parameters, buffers or state_dict entries. It stays on its device: `.to()`
+    of another one raises, a change of dtype leaves it as it is.
+
+    Raises BackendRejected with every reason, ValueError or TypeError for arguments that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        weights: ExpertSource,
+        *,
+        max_tokens: int,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+        max_local_rows: int | None = None,
+        workspace: torch.Tensor | None = None,
+        validate: bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.max_tokens = _positive("max_tokens", max_tokens)
+        self.device = _torch_device(device, weights)
+        facts = detect().device(str(self.device))
+        self.selection: Selection = registry.choose(spec, facts, backend)
+        self.backend: Backend = registry.select(spec, facts, backend)
+        if max_local_rows is None:
+            max_local_rows = self.backend.default_max_local_rows(spec, max_tokens)
+        self.max_local_rows = _positive("max_local_rows", max_local_rows)
+        self.validate = self.device.type == "cpu" if validate is None else validate
+        # Ahead of the weights: a workspace that does not fit must not cost minutes of preparation.
+        self._workspace = self._make_workspace(workspace)
+        with self._on_device():
+            self._prepared = self.backend.prepare(weights, spec, self.device, progress)
+
+    @property
+    def decision(self) -> Accepted:
+        """The accepting decision of the backend in use; `selection` holds those of all backends."""
+        for decision in self.selection.decisions:
+            if decision.backend == self.backend.name and isinstance(decision, Accepted):
+                return decision
+        raise RuntimeError(f"no accepting decision of {self.backend.name} in {self.selection}")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that a call of `max_tokens` tokens needs beside its output, whatever the routing."""
+        return self.backend.workspace_bytes(self.spec, self.max_tokens, self.max_local_rows)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of the weights in the backend's layout."""
+        return self._prepared.nbytes
+
+    def warm_up(self, max_tokens: int | None = None) -> WarmUpReport:
+        """Compile everything that calls of 1 … max_tokens tokens will launch; default: this layer's maximum."""
+        tokens = self.max_tokens if max_tokens is None else _positive("max_tokens", max_tokens)
+        if tokens > self.max_tokens:
+            raise ValueError(f"max_tokens {tokens} exceeds the {self.max_tokens} that the layer was made for")
+        with self._on_device():
+            return self.backend.warm_up(self._prepared, tokens, self.max_local_rows)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+        **hooks: Any,
+    ) -> torch.Tensor:
+        """Return this rank's plain partial sum: no norm, no reduction over ranks, no scaling factor.
+
+        x:             (T, H) bf16, contiguous; other dtypes where the backend says so
+        topk_ids:      (T, K) int32 or int64, ids of the whole layer; -1 and other ranks' ids contribute nothing
+        topk_weights:  (T, K) float32
+        out:           (T, H), dtype of x, contiguous, overlapping no other tensor; default: a new tensor
+        hooks:         handed to the backend; one without such points raises TypeError
+        returns        (T, H), dtype of x
+
+        Raises ValueError or TypeError naming the tensor, what came and what was expected.
+        """
+        self._check_inputs(x, topk_ids, topk_weights)
+        if out is None:
+            out = torch.empty_like(x)
+        else:
+            self._check_out(out, x, topk_ids, topk_weights)
+        if x.shape[0] == 0:
+            return out
+        if self.validate:
+            _check_ids(topk_ids, self.spec.num_experts)
+        with self._on_device():
+            self.backend.forward(
+                self._prepared,
+                x,
+                topk_ids,
+                topk_weights,
+                self._workspace,
+                out,
+                max_local_rows=self.max_local_rows,
+                **hooks,
+            )
+        return out
+
+    def _check_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self.spec.hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, {self.spec.hidden_size})")
+        tokens = x.shape[0]
+        if tokens > self.max_tokens:
+            raise ValueError(
+                f"x has {tokens} tokens, the layer was made for max_tokens={self.max_tokens}; "
+                "raise it or split the call"
+            )
+        slots = (tokens, self.spec.top_k)
+        allowed = tuple(getattr(torch, name) for name in getattr(self.backend, "x_dtypes", _X_DTYPES))
+        for name, tensor, dtypes, shape in (
+            ("x", x, allowed, tuple(x.shape)),
+            ("topk_ids", topk_ids, (torch.int32, torch.int64), slots),
+            ("topk_weights", topk_weights, (torch.float32,), slots),
+        ):
+            self._check_tensor(name, tensor, dtypes, shape)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("RoutedExperts is for inference and has no backward; call it under torch.no_grad()")
+
+    def _check_tensor(
+        self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
+    ) -> None:
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} is {tensor.dtype}, {self.backend.name} takes {' or '.join(map(str, dtypes))}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} is on {tensor.device}, the layer on {self.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous; call .contiguous()")
+
+    def _check_out(self, out: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> None:
+        self._check_tensor("out", out, (x.dtype,), tuple(x.shape))
+        names = ("x", "topk_ids", "topk_weights", "the workspace")
+        for name, tensor in zip(names, (x, *others, self._workspace), strict=True):
+            if _overlap(out, tensor):
+                raise ValueError(f"out overlaps {name}; give it memory of its own")
+
+    def _make_workspace(self, workspace: torch.Tensor | None) -> torch.Tensor:
+        needed = self.workspace_bytes
+        if workspace is None:
+            spare = torch.empty(needed + 255, dtype=torch.uint8, device=self.device)
+            first = -spare.data_ptr() % 256  # the CPU's allocator aligns to 64 bytes only
+            return spare[first : first + needed]
+        if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+            raise TypeError(
+                f"workspace is {workspace.dtype} {tuple(workspace.shape)}, expected contiguous uint8 ({needed},)"
+            )
+        if workspace.device != self.device:
+            raise ValueError(f"workspace is on {workspace.device}, the layer on {self.device}")
+        if workspace.numel() < needed:
+            raise ValueError(f"workspace has {workspace.numel()} bytes, {self.max_tokens} tokens need {needed}")
+        if workspace.data_ptr() % 256 and self.device.type != "cpu":
+            raise ValueError("workspace does not start at a multiple of 256 bytes; pass a tensor of its own")
+        return workspace
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Make the layer's GPU current: kernels are launched on the current one, wherever their tensors lie."""
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoutedExperts:  # noqa: ARG002, FBT001, FBT002, RUF100
+        """Refuse to follow a parent module to another device; `nn.Module.to` and its like come here."""
+        device = fn(torch.empty(0, device=self.device)).device
+        if device != self.device:
+            raise RuntimeError(
+                f"RoutedExperts was prepared on {self.device} and cannot move to {device}; "
+                f"construct it with device={str(device)!r}"
+            )
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            "RoutedExperts cannot be copied: it holds its weights once; construct another from the same source"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "RoutedExperts cannot be pickled: its weights are in a backend's layout; keep the checkpoint instead"
+        )
+
+    def extra_repr(self) -> str:
+        """Show what was chosen, for `print(model)`."""
+        local = self.spec.local_experts
+        return (
+            f"backend={self.backend.name}, device={self.device}, experts={local.start}:{local.stop} of "
+            f"{self.spec.num_experts}, max_tokens={self.max_tokens}"
+        )
+
+
+def _torch_device(device: torch.device | str | None, weights: ExpertSource) -> torch.device:
+    if device is None:
+        if isinstance(weights, ExpertWeights) and weights.w13.device.type != "cpu":
+            return weights.w13.device
+        return torch.device(detect().devices[0].torch_name)
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if chosen.type == "cpu" else chosen
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
+    wrong = (topk_ids < -1) | (topk_ids >= num_experts)
+    if bool(wrong.any()):
+        token, slot = (int(i) for i in wrong.nonzero()[0])
+        raise ValueError(
+            f"topk_ids[{token}, {slot}] is {int(topk_ids[token, slot])}, expected -1 or 0 … {num_experts - 1}"
+        )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two contiguous tensors share bytes?"""
+    start, end = one.data_ptr(), one.data_ptr() + one.nbytes
+    return start < other.data_ptr() + other.nbytes and other.data_ptr() < end
