@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """Round a double to `dtype`, to nearest even, with exact rationals: nothing of torch, nothing of the FPU's modes."""
+    """Round a double to `dtype`, to nearest even, in exact rationals: without torch or the FPU's modes."""
     if value == 0 or math.isnan(value) or dtype == torch.float64:
         return value
     bits, least, top = DTYPES[dtype]
@@ -369,7 +370,7 @@ def test_mxfp8_decodes_every_element_with_every_scale(flush):
 
 def test_mxfp8_quantizes_to_the_nearest_even_e4m3():
     finite = [e4m3_value(b) for b in range(127)]
-    middles = [(a + b) / 2 for a, b in zip(finite, finite[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(finite)]
     values = torch.tensor(finite + middles + [455.0, 480.0, 511.0])
     blocks = torch.cat((torch.full((len(values), 1), 256.0), values.view(-1, 1), torch.zeros(len(values), 30)), dim=1)
     q, scale = formats.mxfp8_quantize(blocks)
