@@ -59,7 +59,7 @@ def expert_reference(spec: MoESpec, expert: Expert, x: torch.Tensor) -> torch.Te
     x:       (R, H) float32 or float64, the dtype of the computation
     returns  (R, H)
     """
-    w13, w2 = (matrix.to(x.device, x.dtype) for matrix in dequantized(expert))
+    w13, w2 = (matrix.to(x.dtype) for matrix in dequantized(expert, x.device))
     gate_up = round_activations(x, spec, expert.w13_input_scale) @ w13.T
     if expert.w13_bias is not None:
         gate_up += expert.w13_bias.to(x.device, x.dtype)
@@ -71,22 +71,31 @@ def expert_reference(spec: MoESpec, expert: Expert, x: torch.Tensor) -> torch.Te
     return result
 
 
-def dequantized(expert: Expert) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w13 (2I, H), gate rows first, and w2 (H, I) as float64; only NVFP4 is rounded, once."""
+def dequantized(expert: Expert, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w13 (2I, H), gate rows first, and w2 (H, I) as float64; only NVFP4 is rounded, once.
+
+    device:  where; default: where the expert lies
+    """
     return (
-        _dequantized(expert.w13, expert.w13_scale, expert.w13_global_scale),
-        _dequantized(expert.w2, expert.w2_scale, expert.w2_global_scale),
+        _dequantized(expert.w13, expert.w13_scale, expert.w13_global_scale, device),
+        _dequantized(expert.w2, expert.w2_scale, expert.w2_global_scale, device),
     )
 
 
-def _dequantized(weight: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantized(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    device: torch.device | None,
+) -> torch.Tensor:
     if scale is None:
-        return weight.double()
-    values = decode_e2m1(weight).double()
+        return weight.to(device).double()
+    values = decode_e2m1(weight.to(device)).double()
+    scale = scale.to(device)
     scales = decode_e8m0(scale) if global_scale is None else scale.float()
     values *= scales.double().repeat_interleave(values.shape[-1] // scales.shape[-1], dim=-1)
     if global_scale is not None:  # (2,) for the rows of w1 and of w3, () for all rows of w2
-        factors = global_scale.double().reshape(-1)
+        factors = global_scale.to(device).double().reshape(-1)
         values *= factors.repeat_interleave(values.shape[0] // len(factors))[:, None]
     return values
 

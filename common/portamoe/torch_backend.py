@@ -39,6 +39,7 @@ class TorchBackend:
 
     graph_safe:     False — `forward` raises inside a graph capture
     deterministic:  True — the same inputs give the same bits
+    roundings:      1 — only the result is rounded to x's dtype
     x_dtypes:       what x may be; the sum is float32 for all
     """
 
@@ -47,6 +48,7 @@ class TorchBackend:
     priority = 0
     graph_safe = False
     deterministic = True
+    roundings = 1
     x_dtypes = ("bfloat16", "float16", "float32")
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:

@@ -7,7 +7,15 @@ assert_close(my_moe(problem), problem.reference(), roundings=2)
 from __future__ import annotations
 
 from portamoe.testing.edge_cases import EDGE_CASES, EdgeCase, edge_case
-from portamoe.testing.problems import Problem, Routing, make_problem, make_routing, make_weights, make_x
+from portamoe.testing.problems import (
+    Problem,
+    Routing,
+    make_problem,
+    make_routing,
+    make_weights,
+    make_x,
+    pre_activation_std,
+)
 from portamoe.testing.tolerances import (
     TOLERANCES,
     ErrorMetrics,
@@ -15,6 +23,7 @@ from portamoe.testing.tolerances import (
     assert_close,
     error_metrics,
     tolerance,
+    tolerance_of,
 )
 
 __all__ = [
@@ -32,5 +41,7 @@ __all__ = [
     "make_routing",
     "make_weights",
     "make_x",
+    "pre_activation_std",
     "tolerance",
+    "tolerance_of",
 ]

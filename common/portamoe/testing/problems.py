@@ -160,7 +160,7 @@ def make_weights(
     up_std: float | None = None,
 ) -> tuple[ExpertWeights, float]:
     """Draw all local experts, and return the standard deviation of x that gives the wanted pre-activations."""
-    gate, up = _pre_activation_std(spec.activation)
+    gate, up = pre_activation_std(spec.activation)
     gate, up = gate if gate_std is None else gate_std, up if up_std is None else up_std
     hidden, inter, count = spec.hidden_size, spec.intermediate_size, spec.num_local_experts
     gate_scale = gate / math.sqrt(hidden)
@@ -186,7 +186,8 @@ def make_weights(
     return ExpertWeights(**tensors), x_std
 
 
-def _pre_activation_std(activation: Activation) -> tuple[float, float]:
+def pre_activation_std(activation: Activation) -> tuple[float, float]:
+    """Return the standard deviations of gate and up at which an activation shows all of its formula."""
     limit = getattr(activation, "limit", None)
     if limit is not None:
         return 0.8 * limit, 0.8 * limit

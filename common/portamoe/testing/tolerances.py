@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from portamoe.spec import MoESpec
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         # fp16 has 3 bits more than bf16
         "fp16_1": Tolerance(rms=0.0025 / 8, max=0.025 / 8, token=1e-2 / 8),
         "fp16_2": Tolerance(rms=0.0035 / 8, max=0.025 / 8, token=1e-2 / 8),
+        # Quantised activations: a last-bit difference before the quantiser moves a value by a whole step. With gate, up
+        # and h rounded to bf16 first, RMS comes to 0.016 (8 bits) and 0.036 (4 bits); without the quantiser to 0.06, 0.19.
+        "mxfp8": Tolerance(rms=0.02, max=0.05, token=0.08),
+        "mxfp4": Tolerance(rms=0.05, max=0.12, token=0.15),
+        "nvfp4": Tolerance(rms=0.05, max=0.12, token=0.15),
     }
 )
 
@@ -124,6 +133,16 @@ def tolerance(roundings: int | str) -> Tolerance:
     if key not in TOLERANCES:
         raise ValueError(f"no tolerance {roundings!r}; known: {', '.join(TOLERANCES)}, or 1, 2, 4 for bf16")
     return TOLERANCES[key]
+
+
+def tolerance_of(spec: MoESpec, backend: object) -> str:
+    """Return the row of `TOLERANCES` for a bf16 result of a backend: by the activation format, else by its roundings.
+
+    backend:  its attribute `roundings` says how often it rounds to bf16 (1, 2 or 4); without it 4 are allowed
+    """
+    if spec.activation_format != "bf16":
+        return spec.activation_format
+    return f"bf16_{getattr(backend, 'roundings', 4)}"
 
 
 def assert_close(
