@@ -24,6 +24,7 @@ class Host:
     """Facts of the machine and the software on it, live or replayed from a recording.
 
     machine, python:  "x86_64", "3.12"
+    system:           kernel and distribution, None where a recording does not say
     env:              the environment variables that matter here
     rocm:             {"version": "6.4.4", "kfd": "openable" | "permission denied" | "absent", "driver": ...} or None
     nvml:             {"driver": ..., "cuda": ...} or None
@@ -40,6 +41,7 @@ class Host:
 
     machine: str
     python: str
+    system: str | None = None
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     rocm: Mapping[str, Any] | None = None
     nvml: Mapping[str, Any] | None = None

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from portamoe import registry
 from portamoe.decision import Accepted, Decision, Rejected
 from portamoe.detection import detect
+from portamoe.detection.host import module_folder
 from portamoe.device import Device, Host
 from portamoe.spec import KIMI_K3, MoESpec
 
 #: Of the JSON form; grows when a key changes its meaning or goes away.
 SCHEMA = 1
+#: Packages that a deep probe imports where they are installed.
+VENDOR_MODULES = ("triton", "aiter", "flashinfer", "cutlass")
 #: Fields of Host that the report shows under "toolchain".
 TOOLCHAIN = ("torch", "rocm", "nvml", "ptxas", "distributions", "vendor")
 
@@ -25,6 +30,8 @@ class Capabilities:
     host: Host
     devices: tuple[Device, ...]
     selection: registry.Selection
+    #: What importing each vendor package in a child process did; only `deep` does so.
+    imports: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -56,10 +63,13 @@ class Capabilities:
             "schema": SCHEMA,
             "host": _plain(host),
             "devices": [self._device(device) for device in self.devices],
-            "toolchain": _plain({name: getattr(self.host, name) for name in TOOLCHAIN}),
+            "toolchain": _plain({name: getattr(self.host, name) for name in TOOLCHAIN} | self._imports()),
             "backends": [_decision(decision) for decision in self.decisions],
             "selected": self.selected,
         }
+
+    def _imports(self) -> dict[str, Any]:
+        return {"imports": self.imports} if self.imports else {}
 
     def _device(self, device: Device) -> dict[str, Any]:
         out = {f.name: getattr(device, f.name) for f in fields(device) if f.name != "host"}
@@ -93,6 +103,8 @@ def capabilities(
     device: str | None = None,
     backend: str | None = None,
     root: str | Path | None = None,
+    deep: bool = False,
+    timeout: float = 300.0,
 ) -> Capabilities:
     """Return what is there and each backend's decision on a spec.
 
@@ -100,10 +112,37 @@ def capabilities(
     device:   "cuda:1", "cpu" as torch names it; by default the first visible one
     backend:  a name that is chosen or rejected, as in `portamoe.select`
     root:     folder of a recording to replay instead of the live machine
+    deep:     import vendor packages and run each accepted backend on a small problem, in child processes; one that
+              fails there is rejected
+    timeout:  seconds that each child may take; a first run may compile for minutes
 
     Raises DetectionError, and ValueError for an unknown backend or device.
     """
+    from portamoe.deep import try_import
+
+    if deep and root is not None:
+        raise ValueError("a deep probe runs on this machine and cannot replay a recording; leave out deep or root")
     detection = detect(root, toolchain=root is None)
     asked = detection.devices[0] if device is None else detection.device(device)
-    selection = registry.choose(KIMI_K3 if spec is None else spec, asked, backend)
-    return Capabilities(detection.host, detection.devices, selection)
+    question = KIMI_K3 if spec is None else spec
+    decisions = registry.decide(question, asked)
+    imports: dict[str, str] = {}
+    if deep:
+        decisions = tuple(_deep_decision(decision, question, asked, timeout) for decision in decisions)
+        imports = {name: str(try_import(name, timeout)) for name in VENDOR_MODULES if module_folder(name)}
+    if backend is None:
+        selection = registry.choose_or_explain(question, asked, decisions)
+    else:
+        selection = registry.choose(question, asked, backend, decisions)
+    return Capabilities(detection.host, detection.devices, selection, MappingProxyType(imports))
+
+
+def _deep_decision(decision: Decision, spec: MoESpec, device: Device, timeout: float) -> Decision:
+    from portamoe.deep import try_backend
+
+    if isinstance(decision, Rejected):
+        return decision
+    reason = try_backend(decision.backend, spec, device, timeout).reason("forward")
+    if reason:
+        return Rejected(decision.backend, decision.package, (reason,))
+    return replace(decision, verification="verified")

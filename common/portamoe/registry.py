@@ -126,14 +126,18 @@ def _decide_one(backend: Backend | Broken, spec: MoESpec, device: Device) -> Dec
     return Accepted(backend.name, backend.package, only_on_request=on_request)
 
 
-def choose(spec: MoESpec, device: Device, backend: str | None = None) -> Selection:
+def choose(
+    spec: MoESpec, device: Device, backend: str | None = None, decisions: tuple[Decision, ...] | None = None
+) -> Selection:
     """Return the choice and its reasons; a rejection is an answer here, not an error.
 
-    backend:  a name that is obeyed; None means $PORTAMOE_BACKEND, and if that is not set the highest priority
+    backend:    a name that is obeyed; None means $PORTAMOE_BACKEND, and if that is not set the highest priority
+    decisions:  to choose from in place of those of `decide`
 
     Raises ValueError for a name that no backend has; it lists those there are.
     """
-    decisions = decide(spec, device)
+    if decisions is None:
+        decisions = decide(spec, device)
     name, source = backend, f"backend={backend!r}"
     if name is None and (wanted := _environment(device.host).get(VARIABLE)):
         name, source = wanted, f"{VARIABLE}={wanted}"
@@ -176,10 +180,15 @@ def choose_at_import() -> Selection:
     except DetectionError as error:
         nothing = Host(machine="unknown", python="unknown")
         return Selection(KIMI_K3, Device("cpu", "cpu", 0, "unknown", nothing), (), None, str(error))
+    return choose_or_explain(KIMI_K3, device, decide(KIMI_K3, device))
+
+
+def choose_or_explain(spec: MoESpec, device: Device, decisions: tuple[Decision, ...]) -> Selection:
+    """Return the choice that $PORTAMOE_BACKEND or the priorities make; an unknown name there chooses nothing."""
     try:
-        return choose(KIMI_K3, device)
+        return choose(spec, device, None, decisions)
     except ValueError as error:
-        return Selection(KIMI_K3, device, decide(KIMI_K3, device), None, str(error))
+        return Selection(spec, device, decisions, None, str(error))
 
 
 def select(spec: MoESpec, device: Device, backend: str | None = None) -> Backend:

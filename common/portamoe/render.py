@@ -48,7 +48,8 @@ def reason_line(reason: Json) -> str:
 
 
 def _host(host: Json) -> list[str]:
-    lines = [f"{host['machine']}, Python {host['python']}, memory {_memory(host)}"]
+    system = f"{host['system']}, " if host["system"] else ""
+    lines = [f"{system}{host['machine']}, Python {host['python']}, memory {_memory(host)}"]
     if host["recorded"]:
         lines.append(f"replayed from {host['recorded']}")
         if host["live"]:
@@ -99,6 +100,7 @@ def _toolchain(toolchain: Json) -> list[str]:
         lines.append(f"ptxas {ptxas['version']}, {knows} sm_107{where}")
     for name in sorted(set(toolchain["vendor"]) - {"triton"}):
         lines.append(f"{name}: {_facts(toolchain['vendor'][name])}")
+    lines += [f"import {name}: {result}" for name, result in toolchain.get("imports", {}).items()]
     versions = (f"{name} {version}" for name, version in sorted(toolchain["distributions"].items()))
     lines.append(f"distributions: {', '.join(versions) or 'none of interest'}")
     return lines

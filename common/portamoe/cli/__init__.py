@@ -15,7 +15,7 @@ from portamoe.decision import BackendRejected
 from portamoe.detection import DetectionError
 
 #: Module names in this package; each is its command's name too.
-COMMANDS = ("probe",)
+COMMANDS = ("probe", "run")
 
 OK, REJECTED, USAGE, DETECTION_FAILED = 0, 1, 2, 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -45,10 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="portamoe", description=(sys.modules["portamoe"].__doc__ or "").split("\n")[0]
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {name: importlib.import_module(f"portamoe.cli.{name}") for name in COMMANDS}
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    # Only the command that is asked for is imported; the others are needed for the help text alone.
+    names = arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS
+    modules = {name: importlib.import_module(f"portamoe.cli.{name}") for name in names}
     for module in modules.values():
         module.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     try:
         code: int = modules[args.command].execute(args)
         sys.stdout.flush()

@@ -44,7 +44,9 @@ def execute(args: argparse.Namespace) -> int:
     from portamoe.probe import capabilities
     from portamoe.spec import load_spec
 
-    result = capabilities(load_spec(args.spec), device=args.device, backend=args.backend, root=args.root)
+    result = capabilities(
+        load_spec(args.spec), device=args.device, backend=args.backend, root=args.root, deep=args.deep
+    )
     rejected = _rejected(result, args)
     if args.json:
         text = to_json(result.to_dict())

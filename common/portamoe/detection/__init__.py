@@ -94,9 +94,12 @@ def live_facts(files: Files, env: Mapping[str, str], toolchain: bool) -> dict[st
     """Gather all facts of this machine in the form of host.json."""
     nvml_facts, problems = nvml.read_nvml(files)
     driver = files.readable_text("/sys/module/amdgpu/version")
+    amd = driver is not None or bool(files.names(kfd.NODES))
     facts: dict[str, Any] = {
         "schema": SCHEMA,
-        "rocm": software.rocm(kfd.access(), driver.strip() if driver else None),
+        "origin": "recorded with portamoe probe record",
+        "system": software.system(Files()),
+        "rocm": software.rocm(kfd.access(), amd, driver.strip() if driver else None),
         "nvml": nvml_facts,
         "problems": [problem.to_dict() for problem in problems],
     }
@@ -137,10 +140,11 @@ def build(facts: Mapping[str, Any], files: Files) -> Detection:
     rocm: Mapping[str, Any] | None = facts.get("rocm")
     problems = [Reason(**problem) for problem in facts.get("problems", ())]
     topology = kfd.read_topology(files, env)
-    blocked = kfd.access_problem(rocm.get("kfd") if rocm else None, len(topology.gpus))
+    blocked = kfd.access_problem(rocm.get("kfd") if rocm else None, topology)
     amd = visibility.amd_visible([gpu.uuid for gpu in topology.gpus], env)
+    problems += topology.problems
     if topology.gpus:
-        problems += [*topology.problems, *amd.problems]
+        problems += amd.problems
     if blocked:
         problems.append(blocked)
         amd = visibility.Visible((), "/dev/kfd cannot be opened")
@@ -151,6 +155,7 @@ def build(facts: Mapping[str, Any], files: Files) -> Detection:
     host = Host(
         machine=facts["machine"],
         python=facts["python"],
+        system=facts.get("system"),
         env=env,
         rocm=rocm,
         nvml={k: v for k, v in facts["nvml"].items() if k != "devices"} if facts.get("nvml") else None,
@@ -196,7 +201,7 @@ def _nvidia(
     listed = nvml.mig_instances(devices) if by_uuid else nvml.cuda_devices(devices)
     visible = visibility.nvidia_visible([device.get("uuid") for device in listed], env)
     # One process uses one MIG instance (NVIDIA MIG user guide, "CUDA device enumeration").
-    mig = [at for at in visible.order if "MIG" in listed[at]["name"] and listed[at].get("mig")]
+    mig = [at for at in visible.order if listed[at].get("is_instance")]
     return listed, replace(visible, order=tuple(at for at in visible.order if at not in mig[1:]))
 
 

@@ -50,7 +50,7 @@ class Files:
         """Return the names in a folder, none where there is no such folder."""
         try:
             return [entry.name for entry in (self.root / path.lstrip("/")).iterdir()]
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
+        except OSError:
             return []
 
 

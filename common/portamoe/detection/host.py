@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import mmap
 import os
-import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from portamoe.decision import Reason
 from portamoe.detection.distributions import version
+from portamoe.detection.files import Files
 
 #: Variables that change what this library, a vendor's runtime or its communication does.
 ENV_PREFIXES = (
@@ -63,7 +63,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def machine() -> str:
     """Return the CPU architecture, "x86_64"."""
-    return platform.machine()
+    return os.uname().machine
 
 
 def python() -> str:
@@ -129,13 +129,23 @@ def _constants(path: Path, names: Sequence[str]) -> dict[str, str | None]:
     return out
 
 
-def rocm(kfd: str, driver: str | None) -> dict[str, Any] | None:
+def system(files: Files) -> str | None:
+    """Return kernel and distribution, "Linux 6.1.0-18-amd64, Debian GNU/Linux 12 (bookworm)"."""
+    kernel = (files.readable_text("/proc/sys/kernel/osrelease") or "").strip()
+    name = re.search(r'^PRETTY_NAME="?([^"\n]+)', files.readable_text("/etc/os-release") or "", re.M)
+    return ", ".join(part for part in (f"Linux {kernel}" if kernel else "", name[1] if name else "") if part) or None
+
+
+def rocm(kfd: str, amd: bool, driver: str | None) -> dict[str, Any] | None:
     """Return ROCm's version (its version file or TheRock's wheels), the state of /dev/kfd and the driver.
 
-    None where there is neither; `driver` is None for the in-tree amdgpu, which has no version of its own.
+    amd:     the kernel's AMD driver is there
+    driver:  its version; the in-tree amdgpu has none
+
+    None where there is neither driver nor ROCm.
     """
     found = _rocm_version()
-    if found is None and kfd == "absent" and driver is None:
+    if found is None and kfd == "absent" and not amd:
         return None
     return {"version": found, "kfd": kfd, "driver": driver}
 

@@ -70,15 +70,22 @@ def access() -> str:
     return "openable" if os.access(DEVICE_FILE, os.R_OK | os.W_OK) else "permission denied"
 
 
-def access_problem(state: str | None, gpus: int) -> Reason | None:
-    """Return why GPUs that sysfs shows cannot be used through /dev/kfd, None if they can."""
-    if state in {None, "openable"} or not gpus:
-        return None
-    if state == "absent":
-        remedy = "start the container with --device /dev/kfd --device /dev/dri"
-    else:
+def access_problem(state: str | None, topology: Topology) -> Reason | None:
+    """Return why GPUs that sysfs shows, or hides from this job, cannot be used, None if all is well.
+
+    state:  as `access` returns it; None where a recording does not say
+    """
+    gpus, hidden = len(topology.gpus), topology.unreadable
+    into_container = "start the container with --device /dev/kfd --device /dev/dri"
+    if gpus and state == "absent":
+        return Reason("/dev/kfd", f"absent, {gpus} AMD GPUs cannot be used", "there", into_container)
+    if gpus and state not in {None, "openable"}:
         remedy = "join the group that owns /dev/kfd (render or video; containers: --group-add)"
-    return Reason("/dev/kfd", f"{state}, {gpus} AMD GPU(s) cannot be used", "openable", remedy)
+        return Reason("/dev/kfd", f"{state}, {gpus} AMD GPUs cannot be used", "openable", remedy)
+    if hidden and not gpus:
+        remedy = f"ask the scheduler for GPUs; {into_container}" if state == "absent" else "ask the scheduler for GPUs"
+        return Reason("AMD GPUs", f"{hidden} there, none given to this job", "at least one", remedy)
+    return None
 
 
 def read_topology(files: Files, env: Mapping[str, str]) -> Topology:
@@ -92,6 +99,9 @@ def read_topology(files: Files, env: Mapping[str, str]) -> Topology:
             text = files.text(f"{NODES}/{node}/properties")
         except PermissionError:
             unreadable += 1
+            continue
+        except OSError as error:
+            problems.append(Reason(f"KFD node {node}", str(error), "readable properties", "see dmesg for amdgpu"))
             continue
         if text is None:
             continue

@@ -37,8 +37,8 @@ def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
         return _query(), []
     except Exception as error:  # noqa: BLE001 - whatever a broken driver or another pynvml throws
         text = f"{type(error).__name__}: {error}"
-        remedy = "repair the driver (nvidia-smi shows the same error)" if kernel_module else None
-        return None, [Reason("NVML", text, "a working NVIDIA driver", remedy)]
+        advice = "repair the driver (nvidia-smi shows the same error)" if kernel_module else None
+        return None, [Reason("NVML", text, "a working NVIDIA driver", advice)]
 
 
 def _library_loads() -> bool:
@@ -136,24 +136,21 @@ def read_procfs(files: Files) -> dict[str, Any]:
 
 
 def cuda_devices(devices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the devices as CUDA counts them: of GPUs in MIG mode, one instance serves a process.
-
-    A GPU in MIG mode takes the place of its first instance; further instances are reachable by UUID only.
-    """
+    """Return the devices as CUDA counts them: the first instance stands for a GPU in MIG mode."""
     out: list[Mapping[str, Any]] = []
     for device in devices:
         instances = device.get("mig")
         if instances is None:
             out.append(device)
         elif instances:
-            out.append({**device, **instances[0], "name": f"{device['name']} MIG"})
+            out.append(_instance(device, instances[0]))
     return out
 
 
 def mig_instances(devices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return every MIG instance as a device of its own, for CUDA_VISIBLE_DEVICES=MIG-<uuid>."""
-    return [
-        {**device, **instance, "name": f"{device['name']} MIG"}
-        for device in devices
-        for instance in device.get("mig") or []
-    ]
+    return [_instance(device, instance) for device in devices for instance in device.get("mig") or []]
+
+
+def _instance(device: Mapping[str, Any], instance: Mapping[str, Any]) -> dict[str, Any]:
+    return {**device, **instance, "name": f"{device['name']} MIG", "is_instance": True}

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,12 +68,17 @@ def save(folder: Path, facts: Mapping[str, Any], files: Files) -> None:
 
     Raises FileExistsError or OSError; nothing is left behind then.
     """
+    import shutil
+    import tempfile
+
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is already there; name a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        for name in ("sys", "proc"):
+            (beside / name).mkdir()
         unreadable = sorted(path for path, text in files.seen.items() if text is None)
         _write(beside / HOST_FILE, json.dumps({**facts, "unreadable": unreadable}, indent=1) + "\n")
         for name, text in files.seen.items():

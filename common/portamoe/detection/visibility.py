@@ -29,12 +29,6 @@ class Visible:
     problems: tuple[Reason, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Picked:
-    order: tuple[int, ...]
-    problem: Reason | None = None
-
-
 def amd_visible(uuids: Sequence[str | None], env: Mapping[str, str]) -> Visible:
     """Apply ROCR_VISIBLE_DEVICES, then HIP_VISIBLE_DEVICES (or what stands in for it) to AMD devices.
 
@@ -45,10 +39,9 @@ def amd_visible(uuids: Sequence[str | None], env: Mapping[str, str]) -> Visible:
     problems: list[Reason] = []
     rocr = env.get("ROCR_VISIBLE_DEVICES")
     if rocr is not None:
-        picked = _pick("ROCR_VISIBLE_DEVICES", rocr, uuids)
-        order = picked.order
+        order, problem = _pick("ROCR_VISIBLE_DEVICES", rocr, uuids)
         because.append(f"ROCR_VISIBLE_DEVICES={rocr}")
-        problems += [picked.problem] if picked.problem else []
+        problems += [problem] if problem else []
     name = next((n for n in HIP_VARIABLES if n in env), None)
     if name is None:
         return Visible(order, ", then ".join(because) or "no variable set", tuple(problems))
@@ -65,9 +58,9 @@ def amd_visible(uuids: Sequence[str | None], env: Mapping[str, str]) -> Visible:
             )
         )
         return Visible((), ", then ".join(because), tuple(problems))
-    picked = _pick(name, hip, [uuids[i] for i in order])
-    problems += [picked.problem] if picked.problem else []
-    return Visible(tuple(order[i] for i in picked.order), ", then ".join(because), tuple(problems))
+    within, problem = _pick(name, hip, [uuids[i] for i in order])
+    problems += [problem] if problem else []
+    return Visible(tuple(order[i] for i in within), ", then ".join(because), tuple(problems))
 
 
 def _contradictions(name: str, env: Mapping[str, str]) -> list[Reason]:
@@ -91,27 +84,26 @@ def nvidia_visible(uuids: Sequence[str | None], env: Mapping[str, str]) -> Visib
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return Visible(tuple(range(len(uuids))), "no variable set")
-    picked = _pick("CUDA_VISIBLE_DEVICES", value, uuids)
-    problems = (picked.problem,) if picked.problem else ()
-    return Visible(picked.order, f"CUDA_VISIBLE_DEVICES={value}", problems)
+    order, problem = _pick("CUDA_VISIBLE_DEVICES", value, uuids)
+    return Visible(order, f"CUDA_VISIBLE_DEVICES={value}", (problem,) if problem else ())
 
 
-def _pick(name: str, value: str, uuids: Sequence[str | None]) -> _Picked:
-    """Resolve one list: indices (digits a token starts with) or UUID prefixes.
+def _pick(name: str, value: str, uuids: Sequence[str | None]) -> tuple[tuple[int, ...], Reason | None]:
+    """Resolve one list of indices (the digits an entry starts with) and UUID prefixes; say what looks wrong in it.
 
     A negative, unknown or out-of-range entry ends the list, a repeated one empties it.
     """
     order: list[int] = []
     if not value.strip():
-        return _Picked((), Reason(name, "empty", None, f"no device is visible; unset {name} to see all"))
+        return (), Reason(name, "empty", None, f"no device is visible; unset {name} to see all")
     for entry in (e.strip() for e in value.split(",")):
         index = _resolve(entry, uuids)
         if index is None:
-            return _Picked(tuple(order), _ended(name, value, entry, len(uuids)))
+            return tuple(order), _ended(name, value, entry, len(uuids))
         if index in order:
-            return _Picked((), Reason(name, value, "no device twice", "a repeated entry hides all devices"))
+            return (), Reason(name, value, "no device twice", "a repeated entry hides all devices")
         order.append(index)
-    return _Picked(tuple(order))
+    return tuple(order), None
 
 
 def _ended(name: str, value: str, entry: str, count: int) -> Reason | None:
