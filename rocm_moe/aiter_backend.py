@@ -14,7 +14,7 @@ from portamoe.activations import SiTU
 from portamoe.backend import WarmUpReport
 from portamoe.decision import Reason
 from rocm_moe import aiter_call
-from rocm_moe.aiter_checks import REMEDY, aiter_reasons, arch_and_activation_reasons, host_reasons
+from rocm_moe.aiter_checks import REMEDY, aiter_reasons, arch_and_activation_reasons, floor_for, host_reasons
 from rocm_moe.aiter_support import Mode, support
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class AiterBackend:
     name = "aiter"
     package = "rocm_moe"
     priority = 100
+    #: To bf16: h, each expert's result (some of AITER's second stages add those up in bf16) and the sum.
+    roundings = 4
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:
         """Compare arch, activation, mode, AITER's files, environment, folders and memory with the allowlist."""
@@ -71,7 +73,7 @@ class AiterBackend:
         if device.vendor != "amd":
             return reasons
         mode = data.mode_for(spec.activation_format)
-        reasons += aiter_reasons(device, data)
+        reasons += aiter_reasons(device, floor_for(spec, device, data), data)
         if mode is not None:
             reasons += aiter_call.environment_reasons(mode, device.host.env, data)
         needed = prepared_bytes(spec) if mode is not None and spec.weight_format == "mxfp4" else 0
@@ -88,12 +90,6 @@ class AiterBackend:
             "all: AITER's SiTU takes no expert mask, so slots of other ranks cost as much as one's own",
             'triton_unfused skips them; backend="aiter" is obeyed',
         )
-
-    def deep_check(self, spec: MoESpec, device: Device) -> list[Reason]:
-        """Import AITER in a child process, which may compile for minutes, abort or hang without harm to this one."""
-        del spec, device
-        reason = aiter_call.import_in_child()
-        return [] if reason is None else [reason]
 
     def prepare(
         self,

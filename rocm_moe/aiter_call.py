@@ -13,8 +13,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -55,8 +53,6 @@ KEYWORDS = (
 )
 #: The parameters before them, in order.
 POSITIONAL = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids")
-
-_CHILD = "import aiter, aiter.fused_moe; print(aiter.ActivationType.Situv2, aiter.QuantType.per_1x32)"
 
 
 class AiterUnavailableError(RuntimeError):
@@ -104,7 +100,7 @@ def load_aiter() -> AiterHandle:
 
 def import_reason(error: BaseException) -> Reason:
     """Say what an exception at import means and what to do."""
-    remedy = "run `python -c 'import aiter'` to see it, or use triton_unfused"
+    remedy = "`portamoe probe --deep` imports it in a child process; or use triton_unfused"
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == 30):  # EROFS
         remedy = "set AITER_JIT_DIR to a writable folder of this job, or use triton_unfused"
     elif isinstance(error, AttributeError):
@@ -123,37 +119,6 @@ def parameter_reason(parameters: tuple[str, ...] | list[str]) -> Reason | None:
             "install another AITER release, or use triton_unfused",
         )
     return None
-
-
-def import_in_child(timeout: float = 300.0) -> Reason | None:
-    """Import AITER in a child process, so that an abort or a hang costs only that; None if it works.
-
-    timeout: seconds; a first import compiles C++ and takes tens of seconds
-    """
-    return run_in_child(_CHILD, timeout)
-
-
-def run_in_child(code: str, timeout: float) -> Reason | None:
-    """Run Python `code` in a child process and return how it failed, or None."""
-    remedy = "see the output of `python -c 'import aiter'`, or use triton_unfused"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Reason(
-            "aiter in a child process",
-            f"no answer within {timeout:g} s",
-            None,
-            "remove stale lock files in /tmp/aiter_configs and the JIT folder's build/, or use triton_unfused",
-        )
-    except OSError as error:
-        return Reason("aiter in a child process", f"cannot start: {error}", None, remedy)
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1][:400]
-    how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
-    return Reason("aiter in a child process", f"{how}: {last}", "an import that succeeds", remedy)
 
 
 def environment_reasons(mode: Mode, env: Mapping[str, str], data: Support | None = None) -> list[Reason]:

@@ -50,31 +50,36 @@ def _allowlist(spec: MoESpec, device: Device, mode: str, data: Support) -> list[
         return [Reason("activation", activation, "situ", REMEDY)]
     if entry.status == "supported":
         return []
-    facts = device.host.vendor.get("aiter") or {}
-    if entry.status == "needs_compile" and (facts.get("compiles") or {}).get(device.arch) is True:
-        return []
-    subject = "activation" if entry.status == "known_bad" else "arch"
-    value = activation if entry.status == "known_bad" else device.arch
-    return [Reason(subject, f"{value} is {entry.status.replace('_', ' ')} in AITER: {entry.why}", "gfx950", REMEDY)]
+    status = entry.status.replace("_", " ")
+    if entry.status == "known_bad":
+        return [Reason("activation", f"{activation} is {status} on {device.arch}: {entry.why}", "situ", REMEDY)]
+    return [Reason("arch", f"{device.arch} is {status} in AITER: {entry.why}", "gfx950", REMEDY)]
 
 
-def aiter_reasons(device: Device, data: Support) -> list[Reason]:
+def floor_for(spec: MoESpec, device: Device, data: Support) -> str:
+    """Return the first version that serves this arch, activation and mode; where none does, the general floor."""
+    mode = data.mode_for(spec.activation_format)
+    entry = None if mode is None else data.entry_for(device.arch, spec.activation.name, mode.name)
+    return (entry.since if entry is not None else None) or data.floor
+
+
+def aiter_reasons(device: Device, floor: str, data: Support) -> list[Reason]:
     """Say what is wrong with the AITER that is there: missing, another package, broken, too old, without SiTU."""
     host = device.host
     facts: Mapping[str, Any] | None = host.vendor.get("aiter")
     if facts is None:
-        return [Reason("aiter", "not installed", f">= {data.floor}", INSTALL)]
+        return [Reason("aiter", "not installed", f">= {floor}", INSTALL)]
     version = facts.get("version")
     if not facts.get("is_amd"):
         if problem := facts.get("problem"):
             return [Reason("aiter", problem, "AMD's package", INSTALL)]
         value = f"{version or 'this module'} is another package of that name (async-iterator helpers), not AMD's"
-        return [Reason("aiter", value, f"AMD's AITER >= {data.floor}", f"pip uninstall aiter; {INSTALL}")]
+        return [Reason("aiter", value, f"AMD's AITER >= {floor}", f"pip uninstall aiter; {INSTALL}")]
     if problem := facts.get("problem"):
         return [Reason("aiter", f"broken: {problem}", "a whole installation", f"reinstall it; {INSTALL}")]
-    out = _version_reasons(facts, data)
+    out = _version_reasons(facts, floor, data)
     if not out and not facts.get("has_situv2"):
-        out.append(Reason("aiter", f"{version} has no ActivationType.Situv2", f">= {data.floor}", INSTALL))
+        out.append(Reason("aiter", f"{version} has no ActivationType.Situv2", f">= {floor}", INSTALL))
     if not out and facts.get("parameters") is not None:
         out += present(parameter_reason(facts["parameters"]))
     if "flydsl" not in host.distributions and not facts.get("flydsl"):
@@ -83,19 +88,19 @@ def aiter_reasons(device: Device, data: Support) -> list[Reason]:
     return out
 
 
-def _version_reasons(facts: Mapping[str, Any], data: Support) -> list[Reason]:
+def _version_reasons(facts: Mapping[str, Any], floor: str, data: Support) -> list[Reason]:
     """The weight order follows from the release: SiTU's before the floor is another one, and nothing would say so."""
     version = facts.get("version")
     defaults = facts.get("situv2_defaults")
     # What setuptools_scm writes where it finds no tags: the version says nothing.
     if not version or version.startswith(("0.1.0", "0.0", "0.1.dev")):
         remedy = f"fetch AITER's tags and reinstall, so that it knows its version; {INSTALL}"
-        return [Reason("aiter", f"version {version or 'unknown'}", f">= {data.floor}", remedy)]
-    if not at_least(version, data.floor) or _is_before(version, data.floor):
-        return [Reason("aiter", version, f">= {data.floor}: {data.floor_reason}", INSTALL)]
+        return [Reason("aiter", f"version {version or 'unknown'}", f">= {floor}", remedy)]
+    if not at_least(version, floor) or _is_before(version, floor):
+        return [Reason("aiter", version, f">= {floor}: {data.floor_reason}", INSTALL)]
     if defaults is not None and tuple(defaults) != data.situv2_defaults:
         value = f"{version} with situv2 defaults {tuple(defaults)}"
-        limit = f"{data.situv2_defaults}, as since {data.floor}; other defaults mean older kernels and another layout"
+        limit = f"{data.situv2_defaults}, as since {floor}; other defaults mean older kernels and another layout"
         return [Reason("aiter", value, limit, INSTALL)]
     return []
 
@@ -110,12 +115,11 @@ def host_reasons(device: Device, needed_bytes: int) -> list[Reason]:
     """Say what outside AITER would make a call fail: torch, folders that cannot be written, locks, memory."""
     facts: Mapping[str, Any] = device.host.vendor.get("aiter") or {}
     out = present(torch_reason(device, TORCH_FLOOR))
-    jit, config = facts.get("jit_dir"), facts.get("config_dir")
-    if jit and not jit["writable"]:
-        value = f"{jit['path']} cannot be written"
+    if facts.get("jit_dir_writable") is False:
+        value = f"{facts.get('jit_dir')} cannot be written"
         out.append(Reason("AITER_JIT_DIR", value, "a writable folder", "set AITER_JIT_DIR to a folder of this job"))
-    if config and not config["writable"]:
-        value = f"{config['path']} cannot be written"
+    if facts.get("config_dir_writable") is False:
+        value = f"{facts.get('config_dir')} cannot be written"
         remedy = "the path is fixed in AITER: have its owner open or remove it, or give the job a private /tmp"
         out.append(Reason("aiter's tuned tables", value, "a writable folder", remedy))
     if locks := facts.get("locks"):

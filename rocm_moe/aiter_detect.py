@@ -42,9 +42,10 @@ def detect_aiter(
     config_dir:   AITER's folder of merged tables
     now:          seconds since the epoch, to judge the age of lock files; default: the clock
 
-    Keys: `is_amd`, `version`, `has_situv2`, `problem` (None, or why the tree cannot be used), `root`, `install`
-    ("wheel", "develop" or "tree"), `distribution`, `parameters` (of fused_moe), `situv2_defaults`, `prebuilt` (how many
-    compiled modules), `flydsl`, `jit_dir` and `config_dir` (`path`, `writable`), `locks` (old lock files).
+    Keys: `is_amd`, `version`, `has_situv2`, `root`, `install` ("wheel", "develop" or "tree"), `distribution`,
+    `parameters` (of fused_moe), `situv2_defaults`, `prebuilt` (how many compiled modules), `flydsl`, `jit_dir`,
+    `jit_dir_writable`, `config_dir`, `config_dir_writable`; and only where there are any: `problem` (why the tree
+    cannot be used), `locks` (old lock files).
     """
     root, problem = _find_root(search_path)
     if root is None:
@@ -64,14 +65,16 @@ def detect_aiter(
     environ = os.environ if env is None else env
     facts = _facts(is_amd=True, root=str(root), **_amd_facts(root, search_path))
     jit_dir = _jit_dir(root, environ)
-    facts["jit_dir"] = {"path": str(jit_dir), "writable": _writable(jit_dir)}
-    facts["config_dir"] = {"path": str(config_dir), "writable": _writable(config_dir)}
-    facts["locks"] = _old_locks((config_dir, jit_dir / "build"), time.time() if now is None else now)
+    facts |= {"jit_dir": str(jit_dir), "jit_dir_writable": _writable(jit_dir)}
+    facts |= {"config_dir": str(config_dir), "config_dir_writable": _writable(config_dir)}
+    if locks := _old_locks((config_dir, jit_dir / "build"), time.time() if now is None else now):
+        facts["locks"] = locks
     return facts
 
 
 def _facts(**known: Any) -> dict[str, Any]:
-    return {"is_amd": False, "version": None, "has_situv2": False, "problem": None} | known
+    facts = {"is_amd": False, "version": None, "has_situv2": False} | known
+    return {name: value for name, value in facts.items() if name != "problem" or value is not None}
 
 
 def _find_root(search_path: Sequence[str] | None) -> tuple[Path | None, str | None]:

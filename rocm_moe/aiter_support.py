@@ -33,7 +33,13 @@ class Mode:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the allowlist; `status` is "supported" or the reason's class, `why` its text."""
+    """One line of the allowlist.
+
+    arch, activation, mode:  what it is about; "*" is all of them
+    status:                  "supported", "unsupported", "unverified" or "known_bad"
+    label:                   where that comes from: "compiled", "inherited"
+    since:                   first version that is served, where supported
+    """
 
     arch: str
     activation: str
@@ -63,7 +69,7 @@ class Support:
         return next((m for m in self.modes.values() if m.activation_format == activation_format), None)
 
     def entry_for(self, arch: str, activation: str, mode: str) -> Entry | None:
-        """Return the first line that matches; "*" matches everything."""
+        """Return the first line that matches."""
         for entry in self.entries:
             if entry.arch == arch and entry.activation in (activation, "*") and entry.mode in (mode, "*"):
                 return entry

@@ -1,6 +1,5 @@
 """The call: AITER's mode in the environment, whatever an import raises, parameters of other releases."""
 
-import os
 import threading
 import time
 
@@ -10,9 +9,7 @@ from rocm_moe.aiter_call import (
     AiterEnvironmentError,
     AiterUnavailableError,
     ModeGate,
-    import_in_child,
     load_aiter,
-    run_in_child,
 )
 from rocm_moe.aiter_support import support
 from tests.aiter import trees
@@ -148,23 +145,13 @@ def test_supported_releases_load(install, version):
     assert handle.per_1x32 == 3
 
 
-def _in_child(monkeypatch, site):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
-    return import_in_child(timeout=120)
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [("os.abort()", "signal SIGABRT"), ("raise RuntimeError('ROCm version file not found')", "ROCm version file")],
+)
+def test_an_abort_costs_the_child_only(install, statement, says):
+    """What `portamoe probe --deep` does with a tree that takes its process along."""
+    from portamoe.deep import try_import
 
-
-def test_an_abort_costs_the_child_only(install, monkeypatch):
-    site = install(write=lambda where: trees.raising_tree(where, "os.abort()"))
-    reason = _in_child(monkeypatch, site)
-    assert "killed by signal 6" in reason.value
-
-
-def test_an_exception_in_the_child_is_its_last_line(install, monkeypatch):
-    site = install(write=lambda where: trees.raising_tree(where, "raise RuntimeError('ROCm version file not found')"))
-    assert _in_child(monkeypatch, site).value == "exit 1: RuntimeError: ROCm version file not found"
-
-
-def test_a_hang_in_the_child_ends():
-    reason = run_in_child("import time; time.sleep(60)", timeout=0.5)
-    assert "no answer within 0.5 s" in reason.value
-    assert "lock files" in reason.remedy
+    install(write=lambda site: trees.raising_tree(site, statement))
+    assert says in str(try_import("aiter", timeout=120))
