@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from portamoe.activations import SiTU
 from portamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ def make_problem(
     tokens:            T
     seed:              the same seed on the same kind of device gives the same problem
     routing, remote, minus_one, expert:  see `make_routing`
-    gate_std, up_std:  standard deviation of the pre-activations; default: 16 and 32, and for the activations with a
-                       limit about that limit. Their ratio is rounded to a power of two.
+    gate_std, up_std:  standard deviation of the pre-activations; default: `pre_activation_std`. Their ratio is rounded
+                       to a power of two.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     weights, x_std = make_weights(spec, generator, gate_std=gate_std, up_std=up_std)
@@ -191,7 +192,9 @@ def pre_activation_std(activation: Activation) -> tuple[float, float]:
     limit = getattr(activation, "limit", None)
     if limit is not None:
         return 0.8 * limit, 0.8 * limit
-    return 16.0, 32.0
+    if isinstance(activation, SiTU):
+        return 20.0, 40.0
+    return 6.0, 12.0  # larger gates would hide the region where SiLU, GELU and ReLU differ
 
 
 def _h_rms(activation: Activation, gate_std: float, up_std: float) -> float:

@@ -45,7 +45,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         "fp16_1": Tolerance(rms=0.0025 / 8, max=0.025 / 8, token=1e-2 / 8),
         "fp16_2": Tolerance(rms=0.0035 / 8, max=0.025 / 8, token=1e-2 / 8),
         # Quantised activations: a last-bit difference before the quantiser moves a value by a whole step. With gate, up
-        # and h rounded to bf16 first, RMS comes to 0.016 (8 bits) and 0.036 (4 bits); without the quantiser to 0.06, 0.19.
+        # and h rounded to bf16 first, RMS comes to 0.016 (8 bits) and 0.036 (4 bits); unquantised it is 0.06 and 0.19.
         "mxfp8": Tolerance(rms=0.02, max=0.05, token=0.08),
         "mxfp4": Tolerance(rms=0.05, max=0.12, token=0.15),
         "nvfp4": Tolerance(rms=0.05, max=0.12, token=0.15),
