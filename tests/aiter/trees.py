@@ -55,7 +55,7 @@ def amd_tree(site: Path, version: str, *, wheel: bool = True, distribution: bool
     (root / "jit").mkdir(parents=True)
     (root / "ops").mkdir()
     release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3])
-    tag = _tag(version)
+    tag = tag_of(version)
     activations = dict(CONTRACT["enums"]["ActivationType"])
     if release >= (0, 1, 19):
         activations |= CONTRACT["enums"]["ActivationType since v0.1.19"]
@@ -65,8 +65,8 @@ def amd_tree(site: Path, version: str, *, wheel: bool = True, distribution: bool
         _ENUM_PY.format(activations=_members(activations), quants=_members(CONTRACT["enums"]["QuantType"]))
     )
     (root / "jit" / "core.py").write_text("# stands for AITER's just-in-time compiler\n")
-    signature = _record("fused_moe", tag)
-    situv2 = _record("situv2", tag)
+    signature = record("fused_moe", tag)
+    situv2 = record("situv2", tag)
     (root / "fused_moe.py").write_text(
         _FUSED_MOE_PY.format(
             gate_modes=_members(CONTRACT["enums"]["GateMode"]),
@@ -126,11 +126,12 @@ def _members(names: dict) -> str:
     return "\n".join(f"    {name} = {value!r}" for name, value in names.items())
 
 
-def _tag(version: str) -> str:
+def tag_of(version: str) -> str:
+    """Return the key of contract.json for a version."""
     return "main" if "dev" in version else f"v{version}"
 
 
-def _record(name: str, tag: str) -> str | None:
+def record(name: str, tag: str) -> str | None:
     """Return the signature that holds at `tag`."""
     position = _key(tag)
     return [r["signature"] for r in CONTRACT[name] if _key(r["since"]) <= position][-1]
