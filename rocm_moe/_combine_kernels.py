@@ -1,0 +1,50 @@
+"""Device code: the weighted sum of a token's rows, in float32 and in ascending expert id, rounded once."""
+
+import triton
+import triton.language as tl
+
+from rocm_moe._align_kernels import window_size
+from rocm_moe._decode_kernels import round_to_bf16
+
+
+@triton.jit
+def combine(y, token_rows, token_weights, token_count, offsets, carry, out, window, whole, divided, capacity, splits,
+            E_LOCAL: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, COLUMNS: tl.constexpr, PARTIAL: tl.constexpr,
+            DECODE: tl.constexpr):  # fmt: skip
+    """out[t] = sum over t's rows r, ascending, of weight[t, r]·y[r]; grid (tokens · column blocks,).
+
+    Rows are sorted by expert, so windows follow each other in ascending order. While rows of later windows are missing,
+    the float32 sum waits in `carry` [T, H]: the additions are those of a single window, one by one.
+    PARTIAL: y is float32 [splits, capacity, H], added in order of splits before it is weighted.
+    """
+    COLUMN_BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    total = tl.load(offsets + E_LOCAL)
+    size = window_size(total, whole, divided)
+    base = window * size
+    if (window > 0) & (base >= total):
+        return
+    token = tl.program_id(0) // COLUMN_BLOCKS
+    column = tl.program_id(0) % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < H
+    count = tl.load(token_count + token)
+    first = tl.load(token_rows + token * TOP_K, mask=count > 0, other=0x7FFFFFFF)
+    target = token.to(tl.int64) * H + column
+
+    acc = tl.load(carry + target, mask=inside & (first < base), other=0.0)
+    for i in range(0, count, 4):
+        for u in tl.static_range(4):
+            here = i + u < count
+            row = tl.load(token_rows + token * TOP_K + i + u, mask=here, other=-1) - base
+            here = here & (row >= 0) & (row < size)
+            weight = tl.load(token_weights + token * TOP_K + i + u, mask=here, other=0.0)
+            source = y + tl.where(here, row, 0).to(tl.int64) * H + column
+            value = tl.load(source, mask=inside & here, other=0.0).to(tl.float32)
+            if PARTIAL:
+                for _ in range(1, splits):
+                    source += capacity.to(tl.int64) * H
+                    value += tl.load(source, mask=inside & here, other=0.0)
+            acc = tl.fma(value, tl.broadcast_to(weight, value.shape), acc)
+    if base + size >= total:
+        tl.store(out + target, round_to_bf16(acc, DECODE), mask=inside)
+    else:
+        tl.store(carry + target, acc, mask=inside & (first < base + size))

@@ -1,0 +1,79 @@
+"""Everything that depends on the Triton version or on whether Triton interprets: intrinsics, compiling, launching.
+
+Serves Triton 3.3 to 3.9. Nothing else in rocm_moe looks at a Triton version.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import triton
+from packaging.version import Version
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.language import core
+
+if TYPE_CHECKING:
+    from rocm_moe.variants import Variant
+
+#: Kernels run on the CPU, one program after the other; decided when Triton decorates them, so once per process.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+VERSION = Version(triton.__version__).release[:2]
+
+#: LLVM intrinsics can be called by name from 3.4 on (3.3 spells the builder argument differently).
+HAS_INTRINSICS = VERSION >= (3, 4) and not INTERPRETED
+
+_INT32 = core.dtype("int32")
+
+
+@core.extern
+def amd_perm(high: Any, low: Any, selector: Any, _semantic: Any = None) -> Any:
+    """Return v_perm_b32: byte i of the result is the byte that byte i of `selector` names.
+
+    Selector bytes: 0 to 3 take a byte of `low`, 4 to 7 one of `high`, 12 gives 0x00.
+    The symbol's name is an LLVM intrinsic, so LLVM schedules it like any instruction.
+    """
+    symbol = {(_INT32, _INT32, _INT32): ("llvm.amdgcn.perm", _INT32)}
+    return core.extern_elementwise("", "", [high, low, selector], symbol, is_pure=True, _semantic=_semantic)
+
+
+@core.extern
+def funnel_shift_right(high: Any, low: Any, count: Any, _semantic: Any = None) -> Any:
+    """Return bits count … count+31 of high:low (v_alignbit_b32); high = low = w rotates w right."""
+    symbol = {(_INT32, _INT32, _INT32): ("llvm.fshr.i32", _INT32)}
+    return core.extern_elementwise("", "", [high, low, count], symbol, is_pure=True, _semantic=_semantic)
+
+
+@core.extern
+def amd_reciprocal(x: Any, _semantic: Any = None) -> Any:
+    """Return v_rcp_f32: 1/x to 1 ulp; a full division costs ten instructions."""
+    symbol = {(core.dtype("fp32"),): ("llvm.amdgcn.rcp.f32", core.dtype("fp32"))}
+    return core.extern_elementwise("", "", [x], symbol, is_pure=True, _semantic=_semantic)
+
+
+@core.extern
+def amd_exp2(x: Any, _semantic: Any = None) -> Any:
+    """Return v_exp_f32: 2^x to 1 ulp, subnormal results flushed to zero."""
+    symbol = {(core.dtype("fp32"),): ("llvm.amdgcn.exp2.f32", core.dtype("fp32"))}
+    return core.extern_elementwise("", "", [x], symbol, is_pure=True, _semantic=_semantic)
+
+
+def gpu_target(arch: str) -> GPUTarget:
+    """Return Triton's target of "gfx90a" or "sm_90"."""
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+def compile_variant(variant: Variant, arch: str) -> Any:
+    """Return Triton's compiled kernel for `arch`, from its cache if it is there. Needs no GPU and no driver.
+
+    Integers are not specialised, so one binary serves every number of tokens.
+    """
+    signature, constexprs, attrs = dict(variant.signature), dict(variant.constexprs), dict(variant.attrs)
+    source = ASTSource(variant.fn, signature=signature, constexprs=constexprs, attrs=attrs)
+    # Contraction is part of the numbers; Triton changes its default in 3.10.
+    options = {"enable_fp_fusion": True, **variant.options}
+    return triton.compile(source, target=gpu_target(arch), options=options)

@@ -1,0 +1,270 @@
+"""Every kernel binary that this backend can launch for an arch and a spec, as data.
+
+`warm_up`, the ISA report and CI compile exactly this list, so what is judged is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
+from rocm_moe import _activation_kernels, _align_kernels, _combine_kernels, _gemm_kernels
+from rocm_moe.layouts import BrickLayout, FragmentLayout, KernelLayout
+from rocm_moe.tiles import Cell, GemmTile, TileTable, load_table
+from rocm_moe.triton_compat import HAS_INTRINSICS, INTERPRETED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from portamoe.activations import Activation
+    from portamoe.spec import MoESpec
+
+Step = Literal["sort", "index", "gemm1", "activation", "gemm2", "combine"]
+
+#: Tile slots that one program of `index_rows` lists, tokens that one indexes, pairs that one step of `sort_pairs` reads.
+TILES_A_BLOCK = 8
+TOKENS_A_BLOCK = 8
+PAIRS_A_STEP = 2048
+#: Elements of one program of the activation and combine kernels: 16 bytes a lane.
+ACTIVATION_ELEMENTS = 2048
+COMBINE_COLUMNS = 512
+
+_POINTERS = {"i32": "*i32", "f32": "*fp32", "bf16": "*bf16", "u8": "*u8", "i64": "*i64"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One binary: a kernel with its types, constants and compiler options.
+
+    name:        unique within the list, for reports
+    step:        which step of the call launches it
+    fn:          the Triton function
+    signature:   parameter -> Triton type, constants as "constexpr", in the kernel's order
+    constexprs:  parameter -> value
+    attrs:       what the compiler may assume: pointers aligned to 16 bytes
+    options:     num_warps, num_stages and the target's own
+    cell, tile:  of the tile table, for the products
+    """
+
+    name: str
+    step: Step
+    fn: Any = field(compare=False)
+    signature: Mapping[str, str] = field(compare=False)
+    constexprs: Mapping[str, Any] = field(compare=False)
+    attrs: Mapping[tuple[int, ...], list[list[Any]]] = field(compare=False)
+    options: Mapping[str, Any] = field(compare=False)
+    cell: Cell | None = field(default=None, compare=False)
+    tile: GemmTile | None = field(default=None, compare=False)
+
+
+def decode_flavour(arch: str) -> str:
+    """Return how kernels for `arch` decode E2M1 (see _decode_kernels)."""
+    if INTERPRETED or arch == "cpu":
+        return "interpret"
+    if arch.startswith("sm_"):
+        return "fragments"
+    if arch == "gfx950":
+        return "convert"
+    return "lut" if HAS_INTRINSICS else "portable"
+
+
+def layout_for(arch: str) -> KernelLayout:
+    """Return the layout in which kernels for `arch` read the weights."""
+    flavour = decode_flavour(arch)
+    return FragmentLayout() if flavour == "fragments" else BrickLayout(native=flavour == "convert")
+
+
+def kernel_variants(arch: str, spec: MoESpec, table: TileTable | None = None) -> list[Variant]:
+    """Return every binary that calls of `spec` on `arch` may launch, at most 24.
+
+    Raises tiles.TunedFileError if there are no tiles for the arch.
+    """
+    table = table or load_table(arch)
+    out = list(_align_variants(spec))
+    for cell in unique_cells(table):
+        out += _gemm_variants(arch, spec, cell)
+    out += _activation_variants(arch, spec, table)
+    out += _combine_variants(arch, spec, table)
+    return out
+
+
+def unique_cells(table: TileTable) -> tuple[Cell, ...]:
+    """Return the cells without repeats of the same tiles under another limit."""
+    seen: dict[tuple[Any, ...], Cell] = {}
+    for cell in table.cells:
+        seen.setdefault((cell.tokens, repr(cell.gemm1), repr(cell.gemm2)), cell)
+    return tuple(seen.values())
+
+
+def variant_name(step: Step, *, ids: str = "", cell: Cell | None = None, partial: bool = False) -> str:
+    """Return the name under which `kernel_variants` lists a binary."""
+    if step in ("sort", "index"):
+        return f"{step}-{ids}"
+    suffix = "-partial" if partial else ""
+    if cell is None:
+        return step + suffix
+    tile = cell.gemm1 if step == "gemm1" else cell.gemm2
+    options = "".join(f"-{key}{value}" for key, value in sorted(tile.options.items()))
+    return (
+        f"{step}-{cell.tokens}x{tile.rows}-w{tile.warps}s{tile.stages}u{tile.unroll}{options}{suffix}"
+    )
+
+
+def _signature(kernel: Any, types: str, constexprs: Mapping[str, Any]) -> dict[str, str]:
+    """Pair the kernel's parameters with `types` (space-separated); the constants follow."""
+    names = list(kernel.arg_names)
+    plain = [_POINTERS[t[1:]] if t.startswith("*") else t for t in types.split()]
+    if len(plain) + len(constexprs) != len(names):
+        raise AssertionError(f"{kernel}: {len(plain)} types and {len(constexprs)} constants for {names}")
+    return dict(zip(names, plain + ["constexpr"] * len(constexprs), strict=True))
+
+
+def _variant(step: Step, name: str, kernel: Any, types: str, constexprs: dict[str, Any], options: dict[str, Any],
+             unaligned: tuple[str, ...] = (), **more: Any) -> Variant:  # fmt: skip
+    signature = _signature(kernel, types, constexprs)
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (parameter, kind) in enumerate(signature.items())
+        if kind.startswith("*") and parameter not in unaligned
+    }
+    return Variant(name, step, kernel, signature, constexprs, attrs, options, **more)
+
+
+def _align_variants(spec: MoESpec) -> Iterator[Variant]:
+    local = spec.num_local_experts
+    for ids in ("i32", "i64"):
+        yield _variant(
+            "sort",
+            variant_name("sort", ids=ids),
+            _align_kernels.sort_pairs,
+            f"*{ids} *i32 *i32 *i32 *i32 *i32 i32 i32",
+            {"TOP_K": spec.top_k, "BLOCK": PAIRS_A_STEP},
+            {"num_warps": 8, "num_stages": 2},
+            unaligned=("ids",),
+        )
+        yield _variant(
+            "index",
+            variant_name("index", ids=ids),
+            _align_kernels.index_rows,
+            f"*{ids} *f32" + " *i32" * 6 + " *f32 *i32 *i32 *i32" + " i32" * 7,
+            {
+                "E_LOCAL": local,
+                "E_PADDED": next_power_of_two(local),
+                "TOP_K": spec.top_k,
+                "SLOTS": next_power_of_two(spec.top_k),
+                "TOKENS": TOKENS_A_BLOCK,
+                "TILES": TILES_A_BLOCK,
+            },
+            {"num_warps": 4, "num_stages": 1},
+            unaligned=("ids", "weights"),
+        )
+
+
+def _gemm_variants(arch: str, spec: MoESpec, cell: Cell) -> Iterator[Variant]:
+    decode = decode_flavour(arch)
+    fragments = decode == "fragments"
+    kernel = _gemm_kernels.grouped_gemm_fragments if fragments else _gemm_kernels.grouped_gemm_bricks
+    hidden, inter = spec.hidden_size, spec.intermediate_size
+    products: tuple[tuple[Step, int, int, GemmTile], ...] = (
+        ("gemm1", 2 * inter, hidden, cell.gemm1),
+        ("gemm2", hidden, inter, cell.gemm2),
+    )
+    for step, rows, columns, tile in products:
+        for partial in (False, True) if tile.fill else (False,):
+            yield _variant(
+                step,
+                variant_name(step, cell=cell, partial=partial),
+                kernel,
+                f"*bf16 *i32 *i32 *u8 *f32 *i32 *u8 *i32 *i32 {'*f32' if partial else '*bf16'} i32 i32",
+                {
+                    "N": rows,
+                    "K": columns,
+                    "BM": cell.tokens,
+                    "BN": tile.rows,
+                    "UNROLL": tile.unroll_for(columns),
+                    "GATHER": step == "gemm1",
+                    "BIAS": spec.bias,
+                    "PARTIAL": partial,
+                    "DECODE": decode,
+                },
+                {"num_warps": tile.warps, "num_stages": tile.stages, **tile.options},
+                cell=cell,
+                tile=tile,
+            )
+
+
+def _activation_variants(arch: str, spec: MoESpec, table: TileTable) -> Iterator[Variant]:
+    name, a, b, c = activation_constants(spec.activation)
+    columns = activation_columns(spec.intermediate_size)
+    for partial in (False, True) if any(cell.gemm1.fill for cell in table.cells) else (False,):
+        yield _variant(
+            "activation",
+            variant_name("activation", partial=partial),
+            _activation_kernels.activate,
+            f"{'*f32' if partial else '*bf16'} *bf16 *i32 i32 i32",
+            {
+                "I": spec.intermediate_size,
+                "ROWS": ACTIVATION_ELEMENTS // columns,
+                "COLUMNS": columns,
+                "NAME": name,
+                "A": a,
+                "B": b,
+                "C": c,
+                "PARTIAL": partial,
+                "FAST": arch.startswith("gfx") and HAS_INTRINSICS,
+                "DECODE": decode_flavour(arch),
+            },
+            {"num_warps": 4, "num_stages": 1},
+            unaligned=("window_rows",),
+        )
+
+
+def _combine_variants(arch: str, spec: MoESpec, table: TileTable) -> Iterator[Variant]:
+    for partial in (False, True) if any(cell.gemm2.fill for cell in table.cells) else (False,):
+        yield _variant(
+            "combine",
+            variant_name("combine", partial=partial),
+            _combine_kernels.combine,
+            f"{'*f32' if partial else '*bf16'} *i32 *f32 *i32 *i32 *f32 *bf16" + " i32" * 5,
+            {
+                "E_LOCAL": spec.num_local_experts,
+                "TOP_K": spec.top_k,
+                "H": spec.hidden_size,
+                "COLUMNS": COMBINE_COLUMNS,
+                "PARTIAL": partial,
+                "DECODE": decode_flavour(arch),
+            },
+            {"num_warps": 1 if arch.startswith("gfx9") else 2, "num_stages": 1},
+        )
+
+
+def activation_constants(activation: Activation) -> tuple[str, float, float, float]:
+    """Return the activation's name and up to three parameters as `_activation_kernels.gated` takes them.
+
+    Raises TypeError for an activation that the kernel does not know: it never computes another one instead.
+    """
+    match activation:
+        case SiTU():
+            return "situ", activation.beta, activation.linear_beta or 0.0, 0.0
+        case SwiGLU():
+            return "swiglu", activation.limit or 0.0, 0.0, 0.0
+        case SwiGLUOAI():
+            return "swiglu_oai", activation.alpha, activation.limit, activation.offset
+        case SwiGLUStep():
+            return "swiglu_step", activation.limit, 0.0, 0.0
+        case GeGLU():
+            return "geglu", float(activation.approximate == "tanh"), 0.0, 0.0
+        case ReLU2():
+            return "relu2", 0.0, 0.0, 0.0
+    raise TypeError(f"triton_unfused has no kernel for the activation {activation!r}")
+
+
+def activation_columns(inter: int) -> int:
+    """Return the columns of an activation program: the largest power of two that divides I, at most 1024."""
+    return min(inter & -inter, 1024)
+
+
+def next_power_of_two(value: int) -> int:
+    """Return the smallest power of two that is not less than `value`."""
+    return 1 << (value - 1).bit_length()
