@@ -93,9 +93,9 @@ def check_tensors(
     surplus = sorted(inventory.headers.keys() - expected.keys())
     problems = []
     if missing:
-        problems.append(f"{len(missing)} of {len(expected)} expected tensors are missing: {shorten(missing)}")
+        problems.append(f"missing ({len(missing)} of {len(expected)} expected): {shorten(missing)}")
     if surplus:
-        problems.append(f"{len(surplus)} tensors are surplus: {shorten(surplus)}")
+        problems.append(f"surplus ({len(surplus)}): {shorten(surplus)}")
     if not inventory.headers:
         problems.append(f"the folder holds {len(folder.names)} tensors, such as {shorten(sorted(folder.names)[:2])}")
     if inventory.problems:

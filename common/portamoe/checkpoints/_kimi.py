@@ -148,8 +148,10 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _prefix(folder: TensorFolder, layer: int) -> str:
-    candidates = [pattern.format(layer) for pattern in PREFIXES]
-    present = [p for p in candidates if any(name.startswith(f"{p}experts.") for name in folder.names)]
+    candidates = tuple(pattern.format(layer) for pattern in PREFIXES)
+    below = tuple(f"{p}experts." for p in candidates)
+    experts = [name for name in folder.names if name.startswith(below)]
+    present = [p for p in candidates if any(name.startswith(p) for name in experts)]
     if len(present) > 1:
         raise CheckpointError(f"{folder.directory}: layer {layer} has experts under two names, {' and '.join(present)}")
     return present[0] if present else candidates[0]
