@@ -39,7 +39,12 @@ def vendor_reason(device: Device, *vendors: str) -> Reason | None:
         return None
     problem = next((p for p in device.host.problems if p.what in {"/dev/kfd", "NVML"}), None)
     remedy = f"{problem.what} {problem.value}: {problem.remedy}" if problem and problem.remedy else None
-    return Reason("device", f"{device.vendor} {device.arch}", f"vendor {' or '.join(vendors)}", remedy)
+    return Reason(
+        "device",
+        device.arch if device.vendor == "cpu" else f"{device.vendor} {device.arch}",
+        f"vendor {' or '.join(vendors)}",
+        remedy,
+    )
 
 
 def arch_reason(device: Device, archs: Collection[str], remedy: str | None = None) -> Reason | None:

@@ -37,6 +37,8 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 #: The names under which the module `triton` is distributed; ROCm images use the later ones.
 TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
+#: Names of older targets stand in every ptxas, also in those that no longer assemble for them.
+OLDEST_TARGET = 75
 VENDOR_FACTS = ("rocm_moe.facts", "cuda_moe.facts")
 
 #: Cache folders that need to be writable: variable -> default below the home directory or /tmp.
@@ -190,10 +192,10 @@ def ptxas() -> dict[str, Any] | None:
                 window = data[at : at + (8 << 20)]
         except (OSError, ValueError):  # absent, unreadable or empty
             continue
-        targets = {match.decode() for match in re.findall(rb"\0(sm_\d{2,3}[af]?)(?=\0)", window)}
+        found = {(int(number), family) for number, family in re.findall(rb"sm_(\d{2,3})([af]?)\0", window)}
         return {
             "version": release[1].decode() if release else None,
-            "targets": sorted(targets, key=lambda t: (int(re.sub(r"\D", "", t)), t)),
+            "targets": [f"sm_{n}{family.decode()}" for n, family in sorted(found) if n >= OLDEST_TARGET],
             "path": str(path),
         }
     return None

@@ -29,7 +29,7 @@ def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
             return None, []
         remedy = "containers: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         return read_procfs(files), [Reason("NVML", f"{LIBRARY} not found", "the driver's library", remedy)]
-    if importlib.util.find_spec("pynvml") is None:
+    if not _package_is_there():
         value, limit = "the Python package nvidia-ml-py is not installed", "nvidia-ml-py"
         reason = Reason("NVML", value, limit, "pip install nvidia-ml-py")
         return read_procfs(files) if kernel_module else None, [reason]
@@ -39,6 +39,13 @@ def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
         text = f"{type(error).__name__}: {error}"
         advice = "repair the driver (nvidia-smi shows the same error)" if kernel_module else None
         return None, [Reason("NVML", text, "a working NVIDIA driver", advice)]
+
+
+def _package_is_there() -> bool:
+    try:
+        return importlib.util.find_spec("pynvml") is not None
+    except (ImportError, ValueError):  # a stub in sys.modules
+        return False
 
 
 def _library_loads() -> bool:
@@ -126,7 +133,7 @@ def read_procfs(files: Files) -> dict[str, Any]:
                 "memory_bytes": None,
             }
         )
-    version = re.search(r"Kernel Module[^\d]*([\d.]+)", files.readable_text(f"{PROC}/version") or "")
+    version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", files.readable_text(f"{PROC}/version") or "")
     return {
         "driver": version[1] if version else None,
         "cuda": None,
