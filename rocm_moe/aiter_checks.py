@@ -117,12 +117,16 @@ def host_reasons(device: Device, needed_bytes: int) -> list[Reason]:
     out = present(torch_reason(device, TORCH_FLOOR))
     if facts.get("jit_dir_writable") is False:
         value = f"{facts.get('jit_dir')} cannot be written"
-        out.append(Reason("AITER_JIT_DIR", value, "a writable folder", "set AITER_JIT_DIR to a folder of this job"))
+        out.append(
+            Reason(
+                "AITER_JIT_DIR", value, "a writable folder", f"set AITER_JIT_DIR to a folder of this job, or {REMEDY}"
+            )
+        )
     if facts.get("config_dir_writable") is False:
         value = f"{facts.get('config_dir')} cannot be written"
-        remedy = "the path is fixed in AITER: have its owner open or remove it, or give the job a private /tmp"
+        remedy = f"the path is fixed in AITER: have its owner open it, give the job a private /tmp, or {REMEDY}"
         out.append(Reason("aiter's tuned tables", value, "a writable folder", remedy))
     if locks := facts.get("locks"):
-        remedy = f"AITER waits for them: if no other process is building, rm {' '.join(locks)}"
+        remedy = f"AITER waits for them: if no other process is building, rm {' '.join(locks)}; or {REMEDY}"
         out.append(Reason("aiter's lock files", ", ".join(locks), "none older than 30 minutes", remedy))
     return out + present(memory_reason(needed_bytes, device))

@@ -127,8 +127,9 @@ def _members(names: dict) -> str:
 
 
 def tag_of(version: str) -> str:
-    """Return the key of contract.json for a version."""
-    return "main" if "dev" in version else f"v{version}"
+    """Return the key of contract.json for a version; what is newer than the recorded releases counts as main."""
+    release = version.split("+", maxsplit=1)[0]
+    return "main" if "dev" in release or _key(release) >= (0, 1, 21) else f"v{release}"
 
 
 def record(name: str, tag: str) -> str | None:
