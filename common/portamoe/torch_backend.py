@@ -123,11 +123,11 @@ class TorchBackend:
 
         if given := sorted(name for name, hook in hooks.items() if hook is not None):
             raise TypeError(f"the torch backend has no hooks, got {', '.join(given)}; use another backend")
-        spec = prepared.spec
-        needed = self.workspace_bytes(spec, x.shape[0], max_local_rows)
+        own = _own(prepared)
+        needed = self.workspace_bytes(own.spec, x.shape[0], max_local_rows)
         if workspace.numel() < needed:
             raise ValueError(f"workspace has {workspace.numel()} bytes, {x.shape[0]} tokens need {needed}")
-        _torch_moe.forward(_own(prepared), x, topk_ids, topk_weights, workspace, out, max_local_rows)
+        _torch_moe.forward(own, x, topk_ids, topk_weights, workspace, out, max_local_rows)
 
     def _memory_reason(self, spec: MoESpec, device: Device) -> Reason | None:
         """Compare the memory with the weights and one token's workspace.
