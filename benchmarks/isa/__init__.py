@@ -1,0 +1,1 @@
+"""Compiled AMD kernels without an AMD GPU: compile, count, model, report."""
