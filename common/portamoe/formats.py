@@ -173,6 +173,7 @@ def mxfp8_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     returns  (..., K) float8_e4m3fn and (..., K/32) uint8 E8M0, byte 255 for a block with Inf or NaN
     """
     scaled, scale = _mx_scaled(x, _E4M3_EMAX)
+    # torch's own cast saturates or gives NaN beyond 448, depending on its version.
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2), scale
 
 
