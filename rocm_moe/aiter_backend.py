@@ -238,6 +238,8 @@ def _padded(x: torch.Tensor, layout: AiterLayout, workspace: torch.Tensor) -> to
         return x
     tokens = x.shape[0]
     size = tokens * layout.hidden_padded * x.element_size()
+    if workspace.numel() < size:
+        raise ValueError(f"workspace has {workspace.numel()} bytes, {tokens} tokens need {size}; see workspace_bytes")
     wide = workspace[:size].view(x.dtype).view(tokens, layout.hidden_padded)
     wide[:, : layout.hidden].copy_(x)
     wide[:, layout.hidden :].zero_()

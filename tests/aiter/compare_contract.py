@@ -38,8 +38,11 @@ class Report:
         same = found == expected
         self.differs |= not same
         if isinstance(found, dict) and isinstance(expected, dict):
-            keys = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
-            shown = "; ".join(f"{k}: {found.get(k)}, assumed {expected.get(k)}" for k in keys) or f"{len(found)} alike"
+            pairs = {
+                k: (found.get(k, "absent"), expected.get(k, "absent")) for k in sorted(found.keys() | expected.keys())
+            }
+            other = (f"{k}: {mine}, assumed {theirs}" for k, (mine, theirs) in pairs.items() if mine != theirs)
+            shown = "; ".join(other) or f"{len(found)} alike"
         else:
             shown = str(found) if same else f"{found}, assumed {expected}"
         self._print("same" if same else "DIFFERS", what, shown)
@@ -98,7 +101,7 @@ def compare_enums(root: Path, version: str | None, report: Report) -> None:
             key, _, number = (part.strip() for part in item.partition("="))
             value = int(number) if number else value + 1
             found[key] = value
-        report.line(name, {k: found.get(k) for k in members}, members)
+        report.line(name, {k: v for k, v in found.items() if k in members}, members)
     modes = (root / "ops/flydsl/moe_common.py").read_text(encoding="utf-8") if (root / "ops/flydsl").is_dir() else ""
     for name, value in CONTRACT["enums"]["GateMode"].items():
         report.line(f"GateMode.{name}", bool(re.search(rf"{name}\s*=\s*['\"]{value}['\"]", modes)), True)
@@ -115,6 +118,9 @@ def compare_shuffles(root: Path, report: Report) -> None:
     """Run the package's own shuffles on the seeded bytes and compare the recorded hashes."""
     data = drawn()
     shuffle = root / "ops/shuffle.py"
+    if not shuffle.is_file():
+        report.line("ops/shuffle.py", None, "a file")
+        return
     tree = ast.parse(shuffle.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     functions = {"torch": torch, "get_gfx": lambda: "gfx950", "Optional": Optional}

@@ -1,9 +1,11 @@
 """Static detection over installations on disk: which one it is, what it can do, and that nothing of it is executed."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +136,30 @@ def test_nothing_is_executed(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_backend_decides_without_torch(tmp_path):
+    """On a host whose torch cannot be imported, importing and deciding work, and no vendor package is loaded."""
+    code = textwrap.dedent("""
+        import sys
+        sys.modules["torch"] = None
+        import portamoe
+        from rocm_moe.aiter_backend import BACKEND
+        device = portamoe.detect("tests/data/hosts/mi355x-aiter-0.1.20").devices[0]
+        assert BACKEND.check(portamoe.KIMI_K3, device) == []
+        assert BACKEND.only_on_request(portamoe.KIMI_K3, device) is None
+        assert "aiter" not in sys.modules
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_requirement_is_named_aiter():
+    """PyPI's `aiter` is a stranger's package and its `amd-aiter` is a year old."""
+    assert not re.search(r"[\"'](amd[-_])?aiter\b", Path("pyproject.toml").read_text().replace('"aiter.*"', ""))

@@ -78,8 +78,11 @@ def amd_tree(site: Path, version: str, *, wheel: bool = True, distribution: bool
     shutil.copy(HERE / "strict_moe.py", root / "_strict.py")
     include = (site / "aiter_meta" if wheel else site) / "csrc" / "include"
     include.mkdir(parents=True)
-    members = ",\n    ".join(f"{name} = {value}" for name, value in activations.items())
-    (include / "aiter_enum.h").write_text(f"enum class ActivationType : int\n{{\n    {members}\n}};\n")
+    enums = {"ActivationType": activations, "QuantType": CONTRACT["enums"]["QuantType"]}
+    (include / "aiter_enum.h").write_text("\n".join(_cpp_enum(name, members) for name, members in enums.items()))
+    (root / "ops" / "flydsl").mkdir()
+    gate_modes = _members(CONTRACT["enums"]["GateMode"])
+    (root / "ops" / "flydsl" / "moe_common.py").write_text(f"class GateMode:\n{gate_modes}\n")
     if distribution:
         dist_info(site, "amd-aiter", version)
         dist_info(site, "flydsl", "0.3.1")
@@ -120,6 +123,11 @@ def dist_info(site: Path, name: str, version: str) -> None:
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def _cpp_enum(name: str, members: dict) -> str:
+    body = ",\n    ".join(f"{member} = {value}" for member, value in members.items())
+    return f"enum class {name} : int\n{{\n    {body}\n}};\n"
 
 
 def _members(names: dict) -> str:
