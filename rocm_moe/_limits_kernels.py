@@ -12,7 +12,7 @@ from rocm_moe.triton_compat import amd_perm
 
 @triton.jit
 def stream_kernel(source, out, blocks_per_program, BLOCK: tl.constexpr):
-    """Read blocks_per_program blocks of BLOCK int32 words, program p the blocks p, p + programs, …"""
+    """Read blocks_per_program blocks of BLOCK int32 words, program p every programs-th from p on."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     total = tl.zeros((BLOCK,), tl.int32)
@@ -24,7 +24,7 @@ def stream_kernel(source, out, blocks_per_program, BLOCK: tl.constexpr):
 
 @triton.jit
 def matrix_kernel(source, out, iterations, SIZE: tl.constexpr, DEPTH: tl.constexpr):
-    """iterations × 4 products of [SIZE, DEPTH] and [DEPTH, SIZE] from registers, four independent sums."""
+    """Do iterations × 4 products of [SIZE, DEPTH] and [DEPTH, SIZE] from registers, four independent sums."""
     rows = tl.arange(0, SIZE)
     depth = tl.arange(0, DEPTH)
     a = tl.load(source + rows[:, None] * DEPTH + depth[None, :])
@@ -43,15 +43,16 @@ def matrix_kernel(source, out, iterations, SIZE: tl.constexpr, DEPTH: tl.constex
 
 @triton.jit
 def _permute(x, selector, PERM: tl.constexpr):
-    if PERM:
-        return amd_perm(x, selector, x)
+    if PERM:  # noqa: SIM108 - decided when Triton compiles
+        x = amd_perm(x, selector, x)
     else:
-        return (x ^ selector) + x
+        x = (x ^ selector) + x
+    return x
 
 
 @triton.jit
 def permute_kernel(source, out, iterations, BLOCK: tl.constexpr, PERM: tl.constexpr):
-    """iterations × 8 byte permutes (xor and add where PERM is false) a lane, in four chains."""
+    """Do iterations × 8 byte permutes (xor and add where PERM is false) a lane, in four chains."""
     lanes = tl.arange(0, BLOCK)
     selector = tl.load(source + lanes)
     w0 = selector + 1
@@ -69,7 +70,7 @@ def permute_kernel(source, out, iterations, BLOCK: tl.constexpr, PERM: tl.conste
 
 @triton.jit
 def fma_kernel(source, out, iterations, BLOCK: tl.constexpr):
-    """iterations × 2 multiply-adds for each of BLOCK numbers; several numbers a lane, so that they can be packed."""
+    """Do iterations × 2 multiply-adds for each of BLOCK numbers; several a lane, so that they can be packed."""
     lanes = tl.arange(0, BLOCK)
     factor = tl.load(source + lanes)
     x = factor + 1.0

@@ -4,7 +4,8 @@ At few tokens the latency of loads and the number of launches rule, not the ceil
 
     r     = workgroups a compute unit holds at once, at most what its registers, waves and LDS allow
     step  = max(clocks of r tiles' VALU, MFMA and LDS; latency of the loads issued one step ahead)
-    time  = launch + latency · dependent loads + max(rounds · (straight + steps · step); bytes / (efficiency · peak))
+    time  = launch + latency · dependent loads
+            + max(rounds · (straight + steps · step); bytes / (efficiency · HBM peak); grid / dispatch rate)
 
 The dependent loads of a GEMM are its tile's record, then its rows, before the first weight. Routing is uniformly
 random. All of it is "modelled"; `portamoe bench --limits` replaces the machine's assumptions by measurements.
@@ -46,18 +47,29 @@ class Gemm:
 
 
 @dataclass(frozen=True)
+class Product:
+    """How a GEMM is launched: splits of K, and workgroups of the grid, those without work included."""
+
+    gemm: Gemm
+    splits: int
+    grid: int
+
+
+@dataclass(frozen=True)
 class LaunchTime:
     """Modelled time of a launch, and what explains it.
 
+    grid:                workgroups launched, most of which may exit at once
     workgroups, waves:   with work to do; on the device at once
     bytes_in_flight_cu:  HBM bytes of weights that a busy compute unit waits for
     hbm_bytes:           read and written
-    limit:               "HBM", "compute", "latency" or "launch"
+    limit:               "HBM", "compute", "latency", "dispatch" or "launch"
     """
 
     step: str
     kernel: str
     seconds: float
+    grid: int
     workgroups: float
     waves: float
     bytes_in_flight_cu: float
@@ -67,15 +79,22 @@ class LaunchTime:
 
 
 def gemm_time(
-    step: str, gemm: Gemm, machine: Machine, *, tiles: float, rows: float, experts: float, columns: int,
-    depth: int, splits: int = 1,
-) -> LaunchTime:  # fmt: skip
+    step: str,
+    product: Product,
+    machine: Machine,
+    *,
+    tiles: float,
+    rows: float,
+    experts: float,
+    columns: int,
+    depth: int,
+) -> LaunchTime:
     """Return the modelled time of a grouped GEMM.
 
     tiles:    row tiles with work; rows: routed rows; experts: experts that are hit, whose weights are read once
     columns:  weight rows of an expert (N); depth: K
-    splits:   workgroups that share one tile's K, each writing float32 sums
     """
+    gemm, splits = product.gemm, product.splits
     code, tile = gemm.code, gemm.tile
     if code.loop is None:
         raise ValueError(f"{gemm.name} has no main loop; it cannot be modelled as a GEMM")
@@ -91,19 +110,23 @@ def gemm_time(
     work = crowd * max(loop.issue, loop.matrix, loop.lds)
     wait = machine.latency_s * machine.clock_hz / ahead
     straight = crowd * max(around.issue, around.matrix, around.lds)
-    compute = rounds * (straight + steps * max(work, wait)) / machine.clock_hz
     moved = experts * columns * depth * MXFP4_BYTES + rows * (2 * depth + columns * (4 * splits if splits > 1 else 2))
-    stream = moved / (machine.hbm_bytes_s * machine.hbm_efficiency)
-    slow = "compute" if work >= wait else "latency"
+    parts = {
+        "compute" if work >= wait else "latency": rounds * (straight + steps * max(work, wait)) / machine.clock_hz,
+        "HBM": moved / (machine.hbm_bytes_s * machine.hbm_efficiency),
+        "dispatch": product.grid / machine.workgroups_per_clock / machine.clock_hz,
+    }
+    limit = max(parts, key=lambda name: parts[name])
     return LaunchTime(
         step=step,
         kernel=gemm.name,
-        seconds=machine.launch_s + 2 * machine.latency_s + max(compute, stream),
+        seconds=machine.launch_s + 2 * machine.latency_s + parts[limit],
+        grid=product.grid,
         workgroups=workgroups,
         waves=min(workgroups, machine.compute_units * together) * tile.warps,
         bytes_in_flight_cu=together * ahead * loop.elements * MXFP4_BYTES,
         hbm_bytes=moved,
-        limit="HBM" if stream >= compute else slow,
+        limit=limit,
         splits=splits,
     )
 
@@ -116,6 +139,7 @@ def small_time(step: str, machine: Machine, moved: float, passes: int = 1) -> La
         step=step,
         kernel=step,
         seconds=machine.launch_s + chain + stream,
+        grid=0,
         workgroups=0,
         waves=0,
         bytes_in_flight_cu=0,
@@ -125,31 +149,33 @@ def small_time(step: str, machine: Machine, moved: float, passes: int = 1) -> La
 
 
 def call_time(
-    spec: MoESpec, tokens: int, gemm1: Gemm, gemm2: Gemm, machine: Machine, *, splits: tuple[int, int] = (1, 1),
-    experts: float | None = None,
-) -> tuple[LaunchTime, ...]:  # fmt: skip
+    spec: MoESpec, tokens: int, one: Product, two: Product, machine: Machine, experts: float | None = None
+) -> tuple[LaunchTime, ...]:
     """Return the launches of one call of `tokens` tokens in one window, in order.
 
-    experts:  experts hit on this rank; default: the mean for uniformly random routing
+    one, two:  GEMM1 and GEMM2
+    experts:   experts hit on this rank; default: the mean for uniformly random routing
     """
     mean_hits = expected_hits(spec, tokens)
     hits = mean_hits if experts is None else experts
     crowding = hits / mean_hits
     rows = crowding * tokens * spec.top_k * spec.num_local_experts / spec.num_experts
     hidden, inter = spec.hidden_size, spec.intermediate_size
-    wide, narrow = (4 * splits[0] if splits[0] > 1 else 2), (4 * splits[1] if splits[1] > 1 else 2)
+    wide, narrow = (4 * p.splits if p.splits > 1 else 2 for p in (one, two))
     pairs = tokens * spec.top_k
-    shared = {"rows": rows, "experts": hits}
+
+    def gemm(step: str, product: Product, columns: int, depth: int) -> LaunchTime:
+        tiles = crowding * expected_tiles(spec, tokens, product.gemm.tile.rows)
+        return gemm_time(step, product, machine, tiles=tiles, rows=rows, experts=hits, columns=columns, depth=depth)
+
     return (
         small_time("sort", machine, 4 * pairs * 5, passes=math.ceil(pairs / 2048)),
         small_time("index", machine, 4 * pairs * 8),
-        gemm_time("gemm1", gemm1, machine, tiles=crowding * expected_tiles(spec, tokens, gemm1.tile.rows),
-                  columns=2 * inter, depth=hidden, splits=splits[0], **shared),
+        gemm("gemm1", one, 2 * inter, hidden),
         small_time("activation", machine, rows * inter * (2 * wide + 2)),
-        gemm_time("gemm2", gemm2, machine, tiles=crowding * expected_tiles(spec, tokens, gemm2.tile.rows),
-                  columns=hidden, depth=inter, splits=splits[1], **shared),
+        gemm("gemm2", two, hidden, inter),
         small_time("combine", machine, rows * hidden * narrow + tokens * hidden * 2),
-    )  # fmt: skip
+    )
 
 
 def expected_tiles(spec: MoESpec, tokens: int, rows: int) -> float:

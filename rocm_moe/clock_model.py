@@ -40,6 +40,7 @@ class Machine:
     hbm_efficiency:    share of the peak that a long stream reaches
     latency_s:         of an HBM load
     launch_s:          from the end of a kernel to the start of the next inside a graph
+    workgroups_per_clock:  that the whole device starts, if they exit at once
     """
 
     compute_units: int
@@ -59,6 +60,7 @@ class Machine:
     hbm_efficiency: float = 0.85
     latency_s: float = 1.0e-6
     launch_s: float = 5.0e-6
+    workgroups_per_clock: float = 1.0
 
     @property
     def hbm_bytes_clock(self) -> float:
@@ -74,7 +76,7 @@ _WMMA = ("v_wmma_f32_16x16x16_bf16", "v_wmma_f32_16x16x16_f16")
 
 #: gfx90a: one GCD of MI250X (rocm.docs.amd.com gpu-specs: 110 CU; mi250: 1.6 TB/s). gfx942: MI300X. gfx950: MI355X.
 #: gfx1100: RX 7900 XTX, gfx1201: RX 9070 XT. MFMA clocks: AMD's matrix_instruction_calculator; WMMA clocks: from the
-#: published bf16 peaks. hbm_efficiency, latency_s and launch_s are assumptions until `portamoe bench --limits` ran.
+#: published bf16 peaks. hbm_efficiency and the fields after it are assumptions until `portamoe bench --limits` ran.
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         "gfx90a": Machine(

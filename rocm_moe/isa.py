@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from rocm_moe import isa_flow
+
 #: Instruction classes in the order of the report; the first pattern that matches a mnemonic names its class.
 CLASSES: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
@@ -64,8 +66,6 @@ VALU_CLASSES = (
 _QUARTER_RATE = re.compile(r"v_(mul_lo_u32|mul_hi_[ui]32|mad_[ui]64_[ui]32|exp_|log_|rcp_|rsq_|sqrt_|sin_|cos_)")
 
 _MNEMONIC = re.compile(r"^\s+((?:s|v|ds|global|buffer|flat|scratch)_[a-z0-9_]+)")
-_LABEL = re.compile(r"^(\.L\w+):")
-_BRANCH = re.compile(r"^\s+s_c?branch\w*\s+(\.L\w+)")
 _LDS_WIDTH = re.compile(r"ds_(?:read|write|load|store)(2|_2addr)?(?:_?st(?:ride)?64)?_[biu](8|16|32|64|96|128)")
 _MEMORY_WIDTH = re.compile(r"_(dwordx4|dwordx3|dwordx2|dword|b128|b96|b64|b32|[ui]?short|[bui]16|[us]?byte|[ui]8)")
 _MEMORY_BYTES = MappingProxyType(
@@ -156,14 +156,13 @@ class Code:
 def parse(amdgcn: str) -> Code:
     """Read the assembler text of one kernel.
 
-    The main loop is the innermost backward branch with matrix instructions, the longest if there are several; without
-    matrix instructions the longest innermost one. Raises ValueError if the text carries no kernel metadata.
+    The main loop is the innermost one with most matrix instructions, without any the longest innermost one. Raises
+    ValueError if the text carries no kernel metadata.
     """
     lines = amdgcn.splitlines()
-    loops = _loops(lines)
+    loops = isa_flow.loops(lines)
     main = _main_loop(lines, loops)
-    inside = lines[main[0] : main[1] + 1] if main else []
-    looping = {i for start, end in loops for i in range(start, end + 1)} if main else set()
+    looping = frozenset[int]().union(*loops)
     return Code(
         vgprs=_metadata(amdgcn, "vgpr_count"),
         agprs=_metadata(amdgcn, "agpr_count", default=0),
@@ -171,9 +170,9 @@ def parse(amdgcn: str) -> Code:
         vgpr_spills=_metadata(amdgcn, "vgpr_spill_count"),
         sgpr_spills=_metadata(amdgcn, "sgpr_spill_count"),
         scratch=_metadata(amdgcn, "private_segment_fixed_size"),
-        loop=count(inside) if main else None,
+        loop=None if main is None else count(line for i, line in enumerate(lines) if i in main),
         straight=count(line for i, line in enumerate(lines) if i not in looping),
-        side_loops=count(line for i, line in enumerate(lines) if i in looping and not _within(i, main)),
+        side_loops=count(line for i, line in enumerate(lines) if i in looping - (main or frozenset())),
     )
 
 
@@ -221,29 +220,12 @@ def classify(mnemonic: str) -> str:
     raise ValueError(f"{mnemonic!r} is no AMD instruction this report knows; add it to CLASSES")
 
 
-def _within(i: int, span: tuple[int, int] | None) -> bool:
-    return span is not None and span[0] <= i <= span[1]
-
-
-def _loops(lines: list[str]) -> list[tuple[int, int]]:
-    labels = {m.group(1): i for i, line in enumerate(lines) if (m := _LABEL.match(line))}
-    return [
-        (labels[m.group(1)], i)
-        for i, line in enumerate(lines)
-        if (m := _BRANCH.match(line)) and labels.get(m.group(1), i) < i
-    ]
-
-
-def _main_loop(lines: list[str], loops: list[tuple[int, int]]) -> tuple[int, int] | None:
-    innermost = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    if not innermost:
-        return None
-
-    def weight(loop: tuple[int, int]) -> tuple[int, int]:
-        body = count(lines[loop[0] : loop[1] + 1])
+def _main_loop(lines: list[str], loops: list[frozenset[int]]) -> frozenset[int] | None:
+    def weight(loop: frozenset[int]) -> tuple[int, int]:
+        body = count(lines[i] for i in sorted(loop))
         return body.matrix_total, sum(body.classes.values())
 
-    return max(innermost, key=weight)
+    return max(isa_flow.innermost(loops), key=weight, default=None)
 
 
 def _metadata(amdgcn: str, name: str, default: int | None = None) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from benchmarks.isa.rows import tile_of
 from benchmarks.isa.shards import CALL_RANKS, CALL_TOKENS, SPECS
 from portamoe.spec import MoESpec
 from rocm_moe import call_model
+from rocm_moe import plan as planning
 from rocm_moe.call_model import Gemm, LaunchTime
 from rocm_moe.clock_model import MACHINES, Machine
 from rocm_moe.isa import Code
-from rocm_moe.tiles import GemmTile, TileTable, expected_hits
+from rocm_moe.tiles import TileTable, expected_hits
 
 #: Enough bytes in flight on a compute unit to cover the latency of HBM at its peak rate.
 WANTED_IN_FLIGHT = 16 * 1024
@@ -25,58 +25,45 @@ def gemm_of(kernel: dict[str, Any]) -> Gemm:
 
 
 def call_rows(arch: str, kernels: list[dict[str, Any]], table: TileTable) -> list[dict[str, Any]]:
-    """Return a row for each shard and number of tokens: every launch with grid, waves, bytes in flight and time."""
+    """Return a row for each shard and number of tokens: every launch with grid, waves, bytes in flight and time.
+
+    "mean" is the mean rank under uniformly random routing, "slowest" the one whose experts are hit most.
+    """
     machine = MACHINES[arch]
     out = []
-    for name in CALL_RANKS:
+    for name, ranks in CALL_RANKS.items():
         spec = SPECS[name]
         for tokens in CALL_TOKENS:
-            for crowd in ("mean", "slowest"):
-                hits = expected_hits(spec, tokens) if crowd == "mean" else call_model.slowest_hits(spec, tokens)
-                if crowd == "slowest" and CALL_RANKS[name] == 1:
-                    continue
-                launches = launches_of(spec, name, tokens, kernels, table, machine, hits)
+            hits = {"mean": expected_hits(spec, tokens)}
+            if ranks > 1:
+                hits["slowest"] = call_model.slowest_hits(spec, tokens)
+            for rank, experts in hits.items():
+                launches = launches_of(spec, name, tokens, kernels, table, machine, experts)
                 if launches:
-                    out.append(call_row(arch, name, tokens, crowd, hits, launches))
+                    out.append(call_row(arch, name, tokens, rank, experts, launches))
     return out
 
 
 def launches_of(
-    spec: MoESpec, spec_name: str, tokens: int, kernels: list[dict[str, Any]], table: TileTable, machine: Machine,
+    spec: MoESpec,
+    spec_name: str,
+    tokens: int,
+    kernels: list[dict[str, Any]],
+    table: TileTable,
+    machine: Machine,
     hits: float,
-) -> tuple[LaunchTime, ...] | None:  # fmt: skip
+) -> tuple[LaunchTime, ...] | None:
     """Return the modelled launches of one call; None if a kernel that it needs did not compile."""
-    cell = table.cell(spec, tokens)
+    plan = planning.make_plan(spec, table, tokens, planning.default_max_local_rows(spec, tokens))
     products = []
-    for step, columns, depth, tile in (
-        ("gemm1", 2 * spec.intermediate_size, spec.hidden_size, cell.gemm1),
-        ("gemm2", spec.hidden_size, spec.intermediate_size, cell.gemm2),
-    ):
-        tiles = call_model.expected_tiles(spec, tokens, cell.tokens)
-        parts, _ = tile.split_for(depth, tiles * math.ceil(columns / tile.rows))
-        kernel = find(kernels, spec_name, step, cell.tokens, tile, partial=parts > 1)
+    for step, product in (("gemm1", plan.gemm1), ("gemm2", plan.gemm2)):
+        name = planning.variant_name(step, cell=plan.cell, partial=product.partial)  # type: ignore[arg-type]
+        kernel = next((k for k in kernels if k["name"] == name and spec_name in k["specs"] and "error" not in k), None)
         if kernel is None:
             return None
-        products.append((gemm_of(kernel), parts))
-    (gemm1, splits1), (gemm2, splits2) = products
-    return call_model.call_time(spec, tokens, gemm1, gemm2, machine, splits=(splits1, splits2), experts=hits)
-
-
-def find(
-    kernels: list[dict[str, Any]], spec_name: str, step: str, rows: int, tile: GemmTile, *, partial: bool
-) -> dict[str, Any] | None:
-    """Return the compiled kernel of a cell, None if it is missing or did not compile."""
-    for kernel in kernels:
-        constants = kernel["constants"]
-        if (
-            kernel["step"] == step
-            and spec_name in kernel["specs"]
-            and "error" not in kernel
-            and (constants["BM"], constants["BN"], constants["PARTIAL"]) == (rows, tile.rows, partial)
-            and kernel["warps"] == tile.warps
-        ):
-            return kernel
-    return None
+        grid = product.grid[0] * product.grid[1]
+        products.append(call_model.Product(gemm_of(kernel), product.splits, grid))
+    return call_model.call_time(spec, tokens, products[0], products[1], machine, experts=hits)
 
 
 def call_row(
@@ -97,6 +84,7 @@ def call_row(
                 "step": launch.step,
                 "kernel": launch.kernel,
                 "us": round(1e6 * launch.seconds, 1),
+                "grid": launch.grid,
                 "workgroups": round(launch.workgroups),
                 "waves": round(launch.waves),
                 "splits": launch.splits,
