@@ -214,10 +214,11 @@ class RoutedExperts(nn.Module):
             )
         return self
 
+    def __copy__(self) -> NoReturn:
+        raise TypeError("RoutedExperts cannot be copied: it holds its weights once; construct another one")
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(
-            "RoutedExperts cannot be copied: it holds its weights once; construct another from the same source"
-        )
+        self.__copy__()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

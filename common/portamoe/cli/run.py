@@ -225,7 +225,11 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     from tqdm import tqdm
 
     with tqdm(total=total, desc=what, unit="expert", delay=_BAR_DELAY, leave=False, file=sys.stderr) as bar:
-        yield lambda done: bar.update(done - bar.n)
+
+        def tick(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield tick
 
 
 class _Watched:
