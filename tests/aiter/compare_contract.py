@@ -25,6 +25,8 @@ from tests.aiter import strict_moe, trees  # noqa: E402
 from tests.aiter.test_strict_fake import CONTRACT, digest, drawn  # noqa: E402
 
 E = 4
+#: Of the problem that --run compares.
+TOKENS = 9
 
 
 class Report:
@@ -149,25 +151,25 @@ def compare_run(device: str, report: Report) -> None:
     release = tuple(int(part) for part in re.findall(r"\d+", facts.get("version") or "0.1.20")[:3])
     for name, mode in support().modes.items():
         spec = MoESpec(
-            hidden_size=512,
+            hidden_size=256,
             intermediate_size=384,
             num_experts=16,
             top_k=4,
             activation=SiTU(4.0, 25.0),
             activation_format=mode.activation_format,
         )
-        problem = make_problem(spec, 33)
+        problem = make_problem(spec, TOKENS)
         prepared = BACKEND.prepare(problem.weights, spec, torch.device(device))
         tensors = [t.to(device) for t in (problem.x, problem.topk_ids, problem.topk_weights)]
         out = torch.empty_like(tensors[0])
-        workspace = torch.empty(BACKEND.workspace_bytes(spec, 33, 33 * 4), dtype=torch.uint8, device=device)
-        BACKEND.forward(prepared, *tensors, workspace, out, max_local_rows=33 * 4)
+        workspace = torch.empty(BACKEND.workspace_bytes(spec, TOKENS, TOKENS * 4), dtype=torch.uint8, device=device)
+        BACKEND.forward(prepared, *tensors, workspace, out, max_local_rows=TOKENS * 4)
         handle = aiter_call.AiterHandle(_stand_in(release), prepared.handle.situv2, prepared.handle.per_1x32)
         on_cpu = BACKEND.prepare(problem.weights, spec, torch.device("cpu"))
         fake = type(on_cpu)(**{**vars(on_cpu), "handle": handle})
         expected = torch.empty_like(problem.x)
         arguments = (problem.x, problem.topk_ids, problem.topk_weights, workspace.cpu(), expected)
-        BACKEND.forward(fake, *arguments, max_local_rows=33 * 4)
+        BACKEND.forward(fake, *arguments, max_local_rows=TOKENS * 4)
         for other, truth in (("stand-in", expected.float()), ("reference", problem.reference())):
             metrics = error_metrics(out.cpu(), truth)
             report.line(f"{name} against the {other} ({metrics})", metrics.rms <= tolerance(4).rms, True)
