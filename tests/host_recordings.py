@@ -55,7 +55,7 @@ def amd(target: int = 90010, **values: int) -> dict[str, int]:
 CPU_NODE = {"cpu_cores_count": 64, "simd_count": 0, "vendor_id": 0, "gfx_target_version": 0}
 
 
-def device(vendor: Any = "amd", arch: str = "gfx90a", *, problems: tuple[Reason, ...] = (), **host: Any) -> Device:
+def device(vendor: Any = "amd", arch: str = "gfx90a", /, *, problems: tuple[Reason, ...] = (), **host: Any) -> Device:
     """Return a device on a host of which nothing but `host` is known."""
     facts = Host("x86_64", "3.12", problems=problems, **host)
     return Device(vendor, arch, 0, f"a {arch}", facts)
