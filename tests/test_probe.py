@@ -257,6 +257,7 @@ def plug_ins(tmp_path, monkeypatch):
     (tmp_path / "vendor").mkdir()
     (tmp_path / "vendor/__init__.py").write_text("__version__ = '7'")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PORTAMOE_CACHE_DIR", str(tmp_path / "cache"))
     cached = registry.backends
     cached.cache_clear()
     kept = tuple(backend for backend in registry.backends() if backend.name in ACTIONS)
@@ -275,7 +276,8 @@ def test_deep_runs_each_backend_in_a_child(plug_ins, monkeypatch):
     assert result.decision("right") == Accepted("right", "elsewhere", "verified")
     wrong = result.decision("wrong")
     assert isinstance(wrong, Rejected)
-    assert wrong.reasons[0].value.startswith("failed: AssertionError: wrong: relative RMS")
+    assert wrong.reasons[0].what == "forward"
+    assert wrong.reasons[0].value.startswith("failed: ")
     assert result.selected == "right"
     assert result.imports == {"vendor": "ok: version 7"}
     assert "import vendor: ok: version 7" in render.to_text(result.to_dict())

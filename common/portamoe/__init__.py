@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portamoe.activations import Activation, GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
 from portamoe.decision import Accepted, BackendRejected, Decision, Reason, Rejected
 from portamoe.detection import Detection, DetectionError, detect
+from portamoe.detection.distributions import version
 from portamoe.device import Device, Host
 from portamoe.probe import Capabilities, capabilities
 from portamoe.registry import Selection, choose_at_import, decide, select
@@ -82,15 +83,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib import metadata
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would believe in every name
 
-        return metadata.version("portamoe")
-    if name not in _LAZY:
-        raise AttributeError(f"module 'portamoe' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name] or f"portamoe.{name}")
-    return module if _LAZY[name] is None else getattr(module, name)
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return version("portamoe") or "0+unknown"  # unknown: run from a source tree
+        if name not in _LAZY:
+            raise AttributeError(f"module 'portamoe' has no attribute {name!r}")
+        module = importlib.import_module(_LAZY[name] or f"portamoe.{name}")
+        return module if _LAZY[name] is None else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -95,12 +95,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def small_specs(spec: MoESpec) -> Iterator[MoESpec]:
-    """Yield small problems of the same formats and activation: tiny first, then of the full sizes."""
+def small_specs(spec: MoESpec) -> tuple[MoESpec, MoESpec]:
+    """Return two small problems of the same formats and activation: a tiny one, and few experts of the full sizes."""
     experts = min(EXPERTS, spec.num_experts)
     few = replace(spec, num_experts=experts, top_k=min(TOP_K, spec.top_k, experts), local_experts=range(experts))
-    yield replace(few, hidden_size=HIDDEN, intermediate_size=INTER)
-    yield few
+    return replace(few, hidden_size=HIDDEN, intermediate_size=INTER), few
 
 
 def _compare(name: str, device: str, spec: MoESpec) -> str:
@@ -112,10 +111,9 @@ def _compare(name: str, device: str, spec: MoESpec) -> str:
     from portamoe.testing import assert_close, make_problem
 
     facts = detect().device(device)
-    for small in small_specs(spec):
-        decision = next((d for d in registry.decide(small, facts) if d.backend == name), None)
-        if isinstance(decision, Accepted):
-            break
+    tiny, few = small_specs(spec)
+    accepts = any(d.backend == name and isinstance(d, Accepted) for d in registry.decide(tiny, facts))
+    small = tiny if accepts else few
     problem = make_problem(small, tokens=TOKENS)
     layer = RoutedExperts(small, problem.weights, device=device, backend=name, max_tokens=TOKENS)
     y = layer(*(t.to(layer.device) for t in (problem.x, problem.topk_ids, problem.topk_weights)))

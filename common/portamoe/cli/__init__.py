@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import portamoe
 from portamoe.decision import BackendRejected
 from portamoe.detection import DetectionError
 
@@ -21,7 +22,7 @@ OK, REJECTED, USAGE, DETECTION_FAILED = 0, 1, 2, 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-
+#: The first that fits an exception counts.
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (DetectionError, DETECTION_FAILED),
     (BackendRejected, REJECTED),
@@ -41,9 +42,8 @@ class CliError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="portamoe", description=(sys.modules["portamoe"].__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="portamoe", description=(portamoe.__doc__ or "").split("\n")[0])
+    parser.add_argument("--version", action="version", version=f"portamoe {portamoe.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     arguments = sys.argv[1:] if argv is None else list(argv)
     # Only the command that is asked for is imported; the others are needed for the help text alone.
