@@ -46,7 +46,7 @@ class Machine:
     compute_units: int
     clock_hz: float
     hbm_bytes_s: float
-    matrix_clocks: Mapping[str, int]
+    matrix_clocks: Mapping[str, float]
     wave: int = 64
     simds: int = 4
     valu_clocks: float = 4.0
@@ -68,7 +68,7 @@ class Machine:
         return self.hbm_bytes_s / self.compute_units / self.clock_hz
 
 
-def _mfma(clocks16: int, names16: tuple[str, ...], names32: tuple[str, ...]) -> Mapping[str, int]:
+def _mfma(clocks16: int, names16: tuple[str, ...], names32: tuple[str, ...]) -> Mapping[str, float]:
     return MappingProxyType(dict.fromkeys(names16, clocks16) | dict.fromkeys(names32, 2 * clocks16))
 
 
@@ -212,13 +212,13 @@ def matrix_clocks(counts: Counts, machine: Machine) -> float:
 
     Raises ValueError for an instruction that the machine's table lacks.
     """
-    total = 0
+    total = 0.0
     for mnemonic, number in counts.matrix.items():
         key = mnemonic.removesuffix("_e64").removesuffix("_w32")
         if key not in machine.matrix_clocks:
             raise ValueError(f"no clocks known for {mnemonic}; known: {', '.join(machine.matrix_clocks)}")
         total += number * machine.matrix_clocks[key]
-    return float(total)
+    return total
 
 
 def elements_of(counts: Counts, tile: Tile) -> float:
