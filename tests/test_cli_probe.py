@@ -200,6 +200,15 @@ def test_the_module_runs_beside_a_users_own_common(tmp_path):
     assert json.loads(child.stdout)["selected"] == "torch"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_text_that_the_terminal_cannot_show(monkeypatch, encoding):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    monkeypatch.setenv("TRITON_CACHE_DIR", os.fsdecode(b"/cach\xe9"))
+    child = process("probe")
+    assert (child.returncode, child.stderr) == (0, "")
+    assert "TRITON_CACHE_DIR=/cach\\udce9" in child.stdout
+
+
 def test_a_reader_that_goes_away_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)

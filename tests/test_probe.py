@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from portamoe import registry, render
-from portamoe.activations import SwiGLU
+from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI
 from portamoe.decision import Accepted, BackendRejected, Reason, Rejected
 from portamoe.probe import SCHEMA, Capabilities, capabilities
 from portamoe.spec import GPT_OSS, KIMI_K3, MoESpec
 from tests.fake_backends import FakeBackend
-from tests.host_recordings import HOST_NAMES, HOSTS, recorded
+from tests.host_recordings import HOST_NAMES, HOSTS, device, recorded
 
 AMD_ORDER = ["aiter", "triton_unfused", "torch"]
 HOPPER_ORDER = ["triton_fused", "flashinfer_cutlass", "triton_unfused", "torch"]
@@ -95,6 +95,37 @@ def test_no_torch_at_all():
     selection = registry.choose(KIMI_K3, recorded("cpu-only", torch=None, distributions={}).devices[0])
     assert selection.name is None
     assert "torch: not installed" in selection.why
+
+
+ARCHS = [("amd", a) for a in ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx1250")]
+ARCHS += [("nvidia", f"sm_{n}") for n in (80, 86, 89, 90, 100, 103, 107, 110, 120, 121)]
+ARCHS += [("cpu", "cpu"), ("amd", "gfx1300"), ("nvidia", "sm_130"), ("nvidia", "unknown")]
+ACTIVATIONS = (
+    SiTU(beta=4.0, linear_beta=25.0),
+    SiTU(beta=4.0),
+    SwiGLU(),
+    SwiGLU(limit=7.0),
+    SwiGLUOAI(1.702, 7.0),
+    GeGLU(),
+    ReLU2(),
+)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids="-".join)
+@pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "bf16"])
+def test_something_serves_every_arch_activation_and_format(arch, weight_format):
+    """At the least `torch`; every refusal names what was found and a way out or what it takes."""
+    versions = {"version": "2.11.0", "hip": "7.2", "cuda": "13.0"}  # a build that would serve either vendor
+    where = device(*arch, torch=versions, vendor={"triton": "3.6.0", "aiter": None, "flashinfer": None})
+    for activation in ACTIVATIONS:
+        spec = replace(KIMI_K3, activation=activation, weight_format=weight_format)
+        selection = registry.choose(spec, where)
+        assert selection.name is not None, selection.why
+        for decision in selection.decisions:
+            for reason in decision.reasons:
+                assert reason.what != "check", decision  # a check that raised
+                assert reason.value is not None
+                assert reason.limit is not None or reason.remedy, decision
 
 
 def test_memory_counts():

@@ -37,7 +37,7 @@ def vendor_reason(device: Device, *vendors: str) -> Reason | None:
     """The device is of one of `vendors` ("amd", "nvidia", "cpu"); names what keeps a GPU from being seen."""
     if device.vendor in vendors:
         return None
-    problem = next((p for p in device.host.problems if p.what in {"/dev/kfd", "NVML"}), None)
+    problem = next((p for p in device.host.problems if p.what in {"/dev/kfd", "AMD GPUs", "NVML"}), None)
     remedy = f"{problem.what} {problem.value}: {problem.remedy}" if problem and problem.remedy else None
     return Reason(
         "device",

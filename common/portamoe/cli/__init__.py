@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in modules.values():
         module.add_parser(subparsers)
     args = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path or variable may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
     try:
         code: int = modules[args.command].execute(args)
         sys.stdout.flush()
