@@ -42,7 +42,7 @@ def main(target: str) -> None:
         create_venv()
     if not importable(PYTHON, "torch"):
         say(f"no importable torch: installing {TORCH}")
-        pip("install", TORCH)
+        pip("install", TORCH, "numpy")  # torch warns at every start where numpy is missing
     if not importable(PYTHON, "triton"):
         say(f"this torch brought no Triton: installing {TRITON}")
         pip("install", TRITON)
