@@ -177,6 +177,7 @@ def test_strided_logits_and_no_tokens(router):
 def aligned(ids: torch.Tensor, spec: MoESpec) -> list[list[int]]:
     alignment = align(ids, spec)
     edges = alignment.offsets.tolist()
+    assert edges[0] == 0  # what is not computed stands behind, not before
     assert alignment.counts.tolist() == [b - a for a, b in pairwise(edges)]
     assert torch.equal(alignment.tokens, alignment.pairs // spec.top_k)
     assert sorted(alignment.pairs.tolist()) == list(range(ids.numel()))
