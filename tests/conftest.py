@@ -49,6 +49,14 @@ DATA_SETS = (
 )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Keep verdicts of the tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PORTAMOE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(params=DATA_SETS, ids=lambda d: f"{d.name}-{d.layer}")
 def data_set(request) -> DataSet:
     """Each data set in turn."""

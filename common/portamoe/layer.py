@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
-from portamoe import registry
 from portamoe.decision import Accepted
 from portamoe.detection import detect
+from portamoe.dispatch import choose_verified
 from portamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class RoutedExperts(nn.Module):
     validate:        look at the ids of every call and raise for those outside -1 … E - 1; default: on the CPU only, as
                      it makes a GPU wait. Without it such ids count as -1.
     progress:        called with (done, total) after each expert is prepared
+    canary:          "auto": a backend first proves its numbers on a small problem, where no verdict is cached; "force":
+                     once more; "skip": never; default: $PORTAMOE_CANARY, else "auto"
 
     The module is for inference and has no parameters, buffers or state_dict entries. It stays on its device: `.to()`
     of another one raises, a change of dtype leaves it as it is.
@@ -57,14 +59,16 @@ class RoutedExperts(nn.Module):
         workspace: torch.Tensor | None = None,
         validate: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
+        canary: Literal["auto", "force", "skip"] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.max_tokens = _positive("max_tokens", max_tokens)
         self.device = _torch_device(device, weights)
         facts = detect().device(str(self.device))
-        self.selection: Selection = registry.choose(spec, facts, backend)
-        self.backend: Backend = registry.select(spec, facts, backend)
+        chosen = choose_verified(spec, facts, backend, max_tokens=max_tokens, canary=canary)
+        self.selection: Selection = chosen.selection
+        self.backend: Backend = chosen.backend
         if max_local_rows is None:
             max_local_rows = self.backend.default_max_local_rows(spec, max_tokens)
         self.max_local_rows = _positive("max_local_rows", max_local_rows)

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portamoe import verdicts
 from portamoe.decision import Accepted, BackendRejected, Decision, Reason, Rejected
 from portamoe.detection import DetectionError, detect
 from portamoe.detection.distributions import entry_points
@@ -116,14 +117,16 @@ def _decide_one(backend: Backend | Broken, spec: MoESpec, device: Device) -> Dec
     if isinstance(backend, Broken):
         return Rejected(backend.name, backend.package, (backend.reason,))
     try:
-        reasons = tuple(backend.check(spec, device))
-        on_request = None if reasons else backend.only_on_request(spec, device)
+        if reasons := tuple(backend.check(spec, device)):
+            return Rejected(backend.name, backend.package, reasons)
+        on_request = backend.only_on_request(spec, device)
+        verdict = verdicts.cached(backend, spec, device)
     except Exception as error:  # noqa: BLE001 - a faulty check must not take the other backends down
         text = f"{type(error).__name__}: {error}"
-        reasons = (Reason("check", text, "no exception", f"report this to {backend.package}"),)
-    if reasons:
-        return Rejected(backend.name, backend.package, reasons)
-    return Accepted(backend.name, backend.package, only_on_request=on_request)
+        fault = Reason("check", text, "no exception", f"report this to {backend.package}")
+        return Rejected(backend.name, backend.package, (fault,))
+    accepted = Accepted(backend.name, backend.package, only_on_request=on_request)
+    return verdicts.applied(accepted, verdict, verdicts.environment(device.host).get(verdicts.MODE_VARIABLE))
 
 
 def choose(
@@ -199,7 +202,11 @@ def select(spec: MoESpec, device: Device, backend: str | None = None) -> Backend
     Raises BackendRejected with every reason when the named one, or all, are rejected; ValueError for an unknown name.
     """
     selection = choose(spec, device, backend)
-    for candidate in backends():
-        if candidate.name == selection.name and not isinstance(candidate, Broken):
-            return candidate
+    if found := named(selection.name):
+        return found
     raise BackendRejected(f"on {device.torch_name} ({device.arch}), {selection.why}", selection.decisions)
+
+
+def named(name: str | None) -> Backend | None:
+    """Return the usable backend of that name, None if there is none."""
+    return next((b for b in backends() if b.name == name and not isinstance(b, Broken)), None)

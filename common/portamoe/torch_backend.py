@@ -32,6 +32,8 @@ CHUNK_VALUES = 1 << 22
 #: Rows of one window when the caller names none: enough for matrix products to outweigh the decoding.
 _DEFAULT_ROWS = 1024
 _ALIGNMENT = 256
+#: The canary's call, so that one verdict serves every max_tokens from here on.
+_CANARY_TOKENS = 20
 
 
 class TorchBackend:
@@ -81,6 +83,10 @@ class TorchBackend:
     def default_max_local_rows(self, spec: MoESpec, max_tokens: int) -> int:  # noqa: ARG002
         """Return 1024, or max_tokens where that is less: no expert has more rows than there are tokens."""
         return max(1, min(max_tokens, _DEFAULT_ROWS))
+
+    def canary_token_buckets(self, spec: MoESpec, max_tokens: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return one number of tokens: the same code serves all."""
+        return (min(max_tokens, _CANARY_TOKENS),)
 
     def workspace_bytes(self, spec: MoESpec, max_tokens: int, max_local_rows: int) -> int:
         """Return the bytes of sum, window of rows and decoded weights.
