@@ -13,8 +13,9 @@ def combine(y, token_rows, token_weights, token_count, offsets, carry, out, wind
             DECODE: tl.constexpr):  # fmt: skip
     """out[t] = sum over t's rows r, ascending, of weight[t, r]·y[r]; grid (tokens · column blocks,).
 
-    Rows are sorted by expert, so windows follow each other in ascending order. While rows of later windows are missing,
-    the float32 sum waits in `carry` [T, H]: the additions are those of a single window, one by one.
+    Rows are sorted by expert, so windows follow each other in ascending order. While rows of later windows are missing, the
+    float32 sum waits, its high half in `out` and its low half in `carry` [T, H]: the additions are those of a single window,
+    one by one.
     PARTIAL: y is float32 [splits, capacity, H], added in order of splits before it is weighted.
     """
     COLUMN_BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
@@ -30,21 +31,30 @@ def combine(y, token_rows, token_weights, token_count, offsets, carry, out, wind
     first = tl.load(token_rows + token * TOP_K, mask=count > 0, other=0x7FFFFFFF)
     target = token.to(tl.int64) * H + column
 
-    acc = tl.load(carry + target, mask=inside & (first < base), other=0.0)
+    nowhere = tl.zeros_like(column)
+    first = nowhere + first
+    waiting = inside & (first < base)
+    high = tl.load(out + target, mask=waiting, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+    low = tl.load(carry + target, mask=waiting, other=0).to(tl.int32)
+    acc = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
     for i in range(0, count, 4):
         for u in tl.static_range(4):
-            here = i + u < count
-            row = tl.load(token_rows + token * TOP_K + i + u, mask=here, other=-1) - base
-            here = here & (row >= 0) & (row < size)
-            weight = tl.load(token_weights + token * TOP_K + i + u, mask=here, other=0.0)
+            # Whole vectors even where a scalar would do: the interpreter mistypes masks made of both.
+            exists = nowhere + (i + u) < count
+            row = nowhere + (tl.load(token_rows + token * TOP_K + i + u, mask=i + u < count, other=0) - base)
+            here = inside & exists & (row >= 0) & (row < size)
+            weight = tl.load(token_weights + token * TOP_K + i + u, mask=i + u < count, other=0.0)
             source = y + tl.where(here, row, 0).to(tl.int64) * H + column
-            value = tl.load(source, mask=inside & here, other=0.0).to(tl.float32)
+            value = tl.load(source, mask=here, other=0.0).to(tl.float32)
             if PARTIAL:
                 for _ in range(1, splits):
                     source += capacity.to(tl.int64) * H
-                    value += tl.load(source, mask=inside & here, other=0.0)
-            acc = tl.fma(value, tl.broadcast_to(weight, value.shape), acc)
+                    value += tl.load(source, mask=here, other=0.0)
+            acc = tl.fma(value, tl.where(here, weight, 0.0), acc)
     if base + size >= total:
         tl.store(out + target, round_to_bf16(acc, DECODE), mask=inside)
     else:
-        tl.store(carry + target, acc, mask=inside & (first < base + size))
+        bits = acc.to(tl.int32, bitcast=True)
+        kept = inside & (first < base + size)
+        tl.store(out + target, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=kept)
+        tl.store(carry + target, bits.to(tl.int16), mask=kept)

@@ -57,6 +57,16 @@ def load_rows(pointers, DECODE: tl.constexpr):
 
 
 @triton.jit
+def multiply_whole(acc, words, exponent, x_rows, DECODE: tl.constexpr):
+    """acc [BN, BM] plus a 128-wide block at once, in K order: few, large operations for the interpreter."""
+    BN: tl.constexpr = acc.shape[0]
+    word = tl.reshape(tl.permute(tl.reshape(words, (BN // 16, 4, 16, 4)), (0, 2, 1, 3)), (BN * 4, 4))
+    numbers = decode_words(word, tl.reshape(exponent, (BN * 4, 1)), DECODE)
+    x = load_rows(x_rows + tl.arange(0, 128)[None, :], DECODE)
+    return tl.dot(tl.reshape(numbers, (BN, 128)), tl.trans(x), acc)
+
+
+@triton.jit
 def multiply_tail(acc, words, scale_bytes, x_rows, TAIL: tl.constexpr, DECODE: tl.constexpr):
     """acc [BN, BM] plus the last TAIL 32-wide blocks of K, stored one by one: word g of a row holds K = 8g … 8g + 7."""
     BN: tl.constexpr = acc.shape[0]
@@ -113,20 +123,23 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
         w = expert_words + brick[:, None] * (BLOCKS * 256) + begin * 256 + tl.arange(0, 256)[None, :]
         s = scales + expert * (N * K // 128) + brick_of * (BLOCKS * 16) + begin * 16 + lane
         a = x_rows + begin * 128 + (c // 8 * 32 + c % 8)[None, :]
-        for _ in range(begin, end, UNROLL):
+        for i in range(0, end - begin, UNROLL):
             for u in tl.static_range(UNROLL):
-                words = tl.reshape(tl.load(w + u * 256), (BN // 16, 4, 16, 2, 2))
-                words = tl.reshape(tl.permute(words, (0, 2, 1, 3, 4)), (BN, 4, 2, 2))
-                even, odd = tl.split(words)
-                w0, w2 = tl.split(even)
-                w1, w3 = tl.split(odd)
                 exponent = exponent_twice(tl.load(s + u * 16), DECODE)
-                x0, x1 = load_rows(a + u * 128, DECODE), load_rows(a + (u * 128 + 8), DECODE)
-                x2, x3 = load_rows(a + (u * 128 + 16), DECODE), load_rows(a + (u * 128 + 24), DECODE)
-                acc = tl.dot(decode_words(w0, exponent, DECODE), tl.trans(x0), acc)
-                acc = tl.dot(decode_words(w1, exponent, DECODE), tl.trans(x1), acc)
-                acc = tl.dot(decode_words(w2, exponent, DECODE), tl.trans(x2), acc)
-                acc = tl.dot(decode_words(w3, exponent, DECODE), tl.trans(x3), acc)
+                if DECODE == "interpret":
+                    acc = multiply_whole(acc, tl.load(w + u * 256), exponent, x_rows + (begin + i + u) * 128, DECODE)
+                else:
+                    words = tl.reshape(tl.load(w + u * 256), (BN // 16, 4, 16, 2, 2))
+                    words = tl.reshape(tl.permute(words, (0, 2, 1, 3, 4)), (BN, 4, 2, 2))
+                    even, odd = tl.split(words)
+                    w0, w2 = tl.split(even)
+                    w1, w3 = tl.split(odd)
+                    x0, x1 = load_rows(a + u * 128, DECODE), load_rows(a + (u * 128 + 8), DECODE)
+                    x2, x3 = load_rows(a + (u * 128 + 16), DECODE), load_rows(a + (u * 128 + 24), DECODE)
+                    acc = tl.dot(decode_words(w0, exponent, DECODE), tl.trans(x0), acc)
+                    acc = tl.dot(decode_words(w1, exponent, DECODE), tl.trans(x1), acc)
+                    acc = tl.dot(decode_words(w2, exponent, DECODE), tl.trans(x2), acc)
+                    acc = tl.dot(decode_words(w3, exponent, DECODE), tl.trans(x3), acc)
             w += UNROLL * 256
             s += UNROLL * 16
             a += UNROLL * 128

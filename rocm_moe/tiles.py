@@ -36,7 +36,6 @@ class GemmTile:
     warps, stages: as Triton's num_warps and num_stages
     unroll:     128-wide K steps in one loop iteration, used where it divides K
     fill:       workgroups that the grid should have; K is split until it does. 0: never split
-    max_split:  the most parts into which K is split
     options:    further compiler options ("matrix_instr_nonkdim", "kpack", "waves_per_eu")
     """
 
@@ -45,20 +44,21 @@ class GemmTile:
     stages: int = 2
     unroll: int = 1
     fill: int = 0
-    max_split: int = 8
     options: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def unroll_for(self, columns: int) -> int:
         """Return `unroll` where it divides the 128-wide steps of K = columns, else 1."""
         return self.unroll if columns // STEP % self.unroll == 0 else 1
 
-    def split_for(self, columns: int, workgroups: float) -> tuple[int, int]:
+    def split_for(self, columns: int, workgroups: float, most: int) -> tuple[int, int]:
         """Return (parts, steps a part) for K = columns when one part would have `workgroups` workgroups."""
         total, unroll = columns // STEP, self.unroll_for(columns)
-        parts = 1 if not self.fill else math.ceil(self.fill / max(workgroups, 1.0))
-        parts = max(1, min(parts, self.max_split, total // unroll))
+        if not total:
+            return 1, 0
+        wanted = math.ceil(self.fill / max(workgroups, 1.0)) if self.fill else 1
+        parts = max(1, min(wanted, most, total // unroll))
         steps = math.ceil(total / parts / unroll) * unroll
-        return (max(1, math.ceil(total / steps)), steps) if total else (1, 0)
+        return math.ceil(total / steps), steps
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Serves Triton 3.3 to 3.9. Nothing else in rocm_moe looks at a Triton version.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -15,6 +16,8 @@ from triton.compiler import ASTSource
 from triton.language import core
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rocm_moe.variants import Variant
 
 #: Kernels run on the CPU, one program after the other; decided when Triton decorates them, so once per process.
@@ -77,3 +80,38 @@ def compile_variant(variant: Variant, arch: str) -> Any:
     # Contraction is part of the numbers; Triton changes its default in 3.10.
     options = {"enable_fp_fusion": True, **variant.options}
     return triton.compile(source, target=gpu_target(arch), options=options)
+
+
+class Binary:
+    """A kernel loaded on the current device, launched without Triton's argument inspection.
+
+    Triton's own call costs more than 10 µs a launch on the host; types and alignment are settled when the binary is made,
+    so its launcher can be called at once. Pointers are passed as integers.
+    """
+
+    def __init__(self, variant: Variant, arch: str) -> None:
+        compiled = compile_variant(variant, arch)
+        self._run = compiled.run  # loads the module: not possible while a stream captures
+        self._function = compiled.function
+        self._metadata = compiled.packed_metadata
+        # Constants have no parameter in the binary, but launchers take a value for each parameter of the source.
+        self._constants = tuple(variant.constexprs.values())
+
+    def arguments(self, values: Iterable[int]) -> list[Any]:
+        """Return the launcher's arguments for `launch`: the kernel's in order, then its constants."""
+        return [*values, *self._constants]
+
+    def launch(self, grid: tuple[int, int], stream: int, arguments: list[Any]) -> None:
+        """Enqueue the kernel on the raw stream handle."""
+        self._run(grid[0], grid[1], 1, stream, self._function, self._metadata, None, None, None, *arguments)
+
+
+def interpret(variant: Variant, grid: tuple[int, int], arguments: Iterable[Any]) -> None:
+    """Run the kernel on the CPU, program after program, on tensors."""
+    variant.fn[grid](*arguments, **variant.constexprs)
+
+
+def cache_folder() -> Path:
+    """Return the folder in which Triton keeps binaries."""
+    configured = os.environ.get("TRITON_CACHE_DIR")
+    return Path(configured) if configured else Path.home() / ".triton" / "cache"

@@ -6,11 +6,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
 from rocm_moe import _activation_kernels, _align_kernels, _combine_kernels, _gemm_kernels
 from rocm_moe.layouts import BrickLayout, FragmentLayout, KernelLayout
+from rocm_moe.plan import (
+    ACTIVATION_ELEMENTS,
+    COMBINE_COLUMNS,
+    PAIRS_A_STEP,
+    TILES_A_BLOCK,
+    TOKENS_A_BLOCK,
+    Step,
+    activation_columns,
+    variant_name,
+)
 from rocm_moe.tiles import Cell, GemmTile, TileTable, load_table
 from rocm_moe.triton_compat import HAS_INTRINSICS, INTERPRETED
 
@@ -20,17 +30,7 @@ if TYPE_CHECKING:
     from portamoe.activations import Activation
     from portamoe.spec import MoESpec
 
-Step = Literal["sort", "index", "gemm1", "activation", "gemm2", "combine"]
-
-#: Tile slots that one program of `index_rows` lists, tokens that one indexes, pairs that one step of `sort_pairs` reads.
-TILES_A_BLOCK = 8
-TOKENS_A_BLOCK = 8
-PAIRS_A_STEP = 2048
-#: Elements of one program of the activation and combine kernels: 16 bytes a lane.
-ACTIVATION_ELEMENTS = 2048
-COMBINE_COLUMNS = 512
-
-_POINTERS = {"i32": "*i32", "f32": "*fp32", "bf16": "*bf16", "u8": "*u8", "i64": "*i64"}
+_POINTERS = {"i32": "*i32", "f32": "*fp32", "bf16": "*bf16", "u8": "*u8", "i64": "*i64", "i16": "*i16"}
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,6 @@ def unique_cells(table: TileTable) -> tuple[Cell, ...]:
     for cell in table.cells:
         seen.setdefault((cell.tokens, repr(cell.gemm1), repr(cell.gemm2)), cell)
     return tuple(seen.values())
-
-
-def variant_name(step: Step, *, ids: str = "", cell: Cell | None = None, partial: bool = False) -> str:
-    """Return the name under which `kernel_variants` lists a binary."""
-    if step in ("sort", "index"):
-        return f"{step}-{ids}"
-    suffix = "-partial" if partial else ""
-    if cell is None:
-        return step + suffix
-    tile = cell.gemm1 if step == "gemm1" else cell.gemm2
-    options = "".join(f"-{key}{value}" for key, value in sorted(tile.options.items()))
-    return (
-        f"{step}-{cell.tokens}x{tile.rows}-w{tile.warps}s{tile.stages}u{tile.unroll}{options}{suffix}"
-    )
 
 
 def _signature(kernel: Any, types: str, constexprs: Mapping[str, Any]) -> dict[str, str]:
@@ -226,7 +212,7 @@ def _combine_variants(arch: str, spec: MoESpec, table: TileTable) -> Iterator[Va
             "combine",
             variant_name("combine", partial=partial),
             _combine_kernels.combine,
-            f"{'*f32' if partial else '*bf16'} *i32 *f32 *i32 *i32 *f32 *bf16" + " i32" * 5,
+            f"{'*f32' if partial else '*bf16'} *i32 *f32 *i32 *i32 *i16 *bf16" + " i32" * 5,
             {
                 "E_LOCAL": spec.num_local_experts,
                 "TOP_K": spec.top_k,
@@ -258,11 +244,6 @@ def activation_constants(activation: Activation) -> tuple[str, float, float, flo
         case ReLU2():
             return "relu2", 0.0, 0.0, 0.0
     raise TypeError(f"triton_unfused has no kernel for the activation {activation!r}")
-
-
-def activation_columns(inter: int) -> int:
-    """Return the columns of an activation program: the largest power of two that divides I, at most 1024."""
-    return min(inter & -inter, 1024)
 
 
 def next_power_of_two(value: int) -> int:
