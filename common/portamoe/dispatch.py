@@ -45,7 +45,7 @@ def choose_verified(
     automatic = backend is None and not verdicts.environment(device.host).get(registry.VARIABLE)
     decisions = registry.decide(spec, device)
     if mode != "auto":  # a known failure is about to be checked again, or is not to be looked at
-        decisions = tuple(_trusted(d, spec, device) for d in decisions)
+        decisions = tuple(without_verdict(d, spec, device) for d in decisions)
     while True:
         selection = registry.choose(spec, device, backend, decisions)
         found = registry.named(selection.name)
@@ -75,8 +75,8 @@ def _with(decision: Decision, verdict: Verdict | None) -> Decision:
     return verdicts.applied(decision, verdict) if isinstance(decision, Accepted) else decision
 
 
-def _trusted(decision: Decision, spec: MoESpec, device: Device) -> Decision:
-    """Return what the backend itself decides, where a failed canary is all that speaks against it."""
+def without_verdict(decision: Decision, spec: MoESpec, device: Device) -> Decision:
+    """Return what the backend itself decides where a failed canary is all that speaks against it."""
     if not isinstance(decision, Rejected) or any(reason.what != WHAT for reason in decision.reasons):
         return decision
     backend = registry.named(decision.backend)

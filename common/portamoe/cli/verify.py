@@ -1,0 +1,257 @@
+"""`portamoe verify`: the acceptance set on the machine at hand, and a bundle of it for a maintainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from portamoe.decision import Accepted, BackendRejected, Decision, Rejected
+
+if TYPE_CHECKING:
+    from portamoe.device import Device
+    from portamoe.spec import MoESpec
+
+EXIT_CODES = "exit codes: 0 all passed; 1 a check failed, nothing was checked or --backend is rejected; 2 wrong usage"
+#: Of the JSON form; grows when a key changes its meaning or goes away.
+SCHEMA = 1
+MARK = "portamoe-check:"
+GROUPS = ("canary", "activation", "shape", "tokens", "routing", "repeat", "windows", "graph", "timing", "process")
+#: Seconds that one backend may take; a first run compiles for minutes.
+_TIMEOUT = 3600.0
+#: Lines of a child's stderr that go into the report.
+_TAIL = 3
+
+Json = dict[str, Any]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `verify`."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="check every backend's numbers on this machine: activations, shapes, routing, repeatability, graphs",
+        description="Run the acceptance set on every backend that accepts the spec, each in a child process. "
+        "What cannot be run says why and does not count as passed.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--backend", metavar="NAME", help="check only this one, or say why it is rejected")
+    parser.add_argument("--spec", default="kimi-k3", metavar="SPEC", help="kimi-k3, gpt-oss or a JSON file")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda:1, …; default: the first visible one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--quick", action="store_true", help="fewer numbers of tokens, no timings")
+    parser.add_argument("--bundle", metavar="FILE", help="write probe record, verdicts, results and timings as a zip")
+    parser.add_argument(
+        "--timeout", type=float, default=_TIMEOUT, metavar="S", help=f"seconds a backend may take ({_TIMEOUT:g})"
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the checks, print table or JSON, write the bundle; return the exit code."""
+    from portamoe import bundle
+    from portamoe.spec import load_spec
+
+    target = bundle.checked_target(args.bundle) if args.bundle else None
+    report = verify(
+        load_spec(args.spec),
+        device=args.device,
+        backend=args.backend,
+        quick=args.quick,
+        timeout=args.timeout,
+        name=args.spec,
+    )
+    if target is not None:
+        bundle.write(target, report)
+    text = json.dumps(report, indent=2) if args.json else to_text(report)
+    sys.stdout.write(text + "\n")
+    if target is not None and not args.json:
+        sys.stdout.write(f"bundle    {target}\n")
+    return 0 if report["passed"] else 1
+
+
+def verify(
+    spec: MoESpec,
+    *,
+    device: str | None = None,
+    backend: str | None = None,
+    quick: bool = False,
+    timeout: float = _TIMEOUT,
+    name: str = "",
+) -> Json:
+    """Run the acceptance set and return the report.
+
+    spec:     what the backends are asked to serve
+    device:   as torch names it; default: the first visible one
+    backend:  only this one; BackendRejected where it is, ValueError where none has that name
+    quick:    fewer numbers of tokens and no timings
+    timeout:  seconds that each backend may take
+    name:     what the report calls the spec
+    """
+    from portamoe import dispatch, registry
+    from portamoe.detection import detect
+
+    found = detect()
+    where = found.devices[0] if device is None else found.device(device)
+    # A verdict that failed before is checked again, so only what the backends themselves say counts here.
+    decisions = tuple(dispatch.without_verdict(d, spec, where) for d in registry.decide(spec, where))
+    if backend is not None:
+        selection = registry.choose(spec, where, backend, decisions)
+        if selection.name is None:
+            raise BackendRejected(f"on {where.torch_name} ({where.arch}), {selection.why}", decisions)
+        decisions = tuple(d for d in decisions if d.backend == backend)
+    checks: list[Json] = []
+    skipped: list[Json] = []
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    for decision in decisions:
+        if reasons := _left_out(decision, where, named=backend is not None):
+            skipped.append({"backend": decision.backend, "package": decision.package, "reasons": reasons})
+        else:
+            checks += _run_backend(decision.backend, spec, where, quick, timeout)
+    counts = Counter(check["status"] for check in checks)
+    return {
+        "schema": SCHEMA,
+        "started": started,
+        "spec_name": name,
+        "spec": spec.to_dict(),
+        "device": _device(where),
+        "quick": quick,
+        "passed": bool(counts["passed"]) and not counts["failed"],
+        "counts": {status: counts[status] for status in ("passed", "failed", "not run")},
+        "checks": checks,
+        "left_out": skipped,
+    }
+
+
+def _device(device: Device) -> Json:
+    names = ("vendor", "arch", "index", "name", "memory_bytes", "uuid", "compute_units")
+    return {name: getattr(device, name) for name in names} | {"torch_name": device.torch_name}
+
+
+def _left_out(decision: Decision, device: Device, *, named: bool) -> list[Json]:
+    if isinstance(decision, Rejected):
+        return [reason.to_dict() for reason in decision.reasons]
+    # On a GPU the slower variants are checked as well; Triton's interpreter on a CPU would take hours.
+    asked = isinstance(decision, Accepted) and decision.only_on_request
+    return [asked.to_dict()] if asked and not named and device.vendor == "cpu" else []
+
+
+def _run_backend(name: str, spec: MoESpec, device: Device, quick: bool, timeout: float) -> Iterator[Json]:
+    """Yield the child's checks as they come, and a failed one if it crashes or hangs."""
+    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)  # noqa: PTH100
+    # Verdicts of the parent's cache, but numbers of the child's own; a mode set outside must not skip the canary.
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PORTAMOE_CANARY": "auto"}
+    arguments = [name, device.torch_name, json.dumps(spec.to_dict()), "quick" if quick else "full"]
+    start, last = time.monotonic(), "nothing"
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "portamoe.acceptance", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            timed_out = _wait(child, timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        out.seek(0)
+        err.seek(0)
+        for line in out.read().decode(errors="replace").splitlines():
+            if line.startswith(MARK):
+                check = json.loads(line.removeprefix(MARK))
+                last = f"{check['group']} {check['case']}"
+                yield check
+        stderr = err.read().decode(errors="replace").strip().splitlines()
+    if not timed_out and child.returncode == 0:
+        return
+    how = f"no end within {timeout:g} s" if timed_out else _ending(child.returncode)
+    detail = "; ".join([f"{how} after {last}", *stderr[-_TAIL:]])
+    yield {
+        "backend": name,
+        "group": "process",
+        "case": "child",
+        "status": "failed",
+        "detail": detail,
+        "seconds": time.monotonic() - start,
+        "figures": {},
+    }
+
+
+def _wait(child: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Return whether the time was up."""
+    try:
+        child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _ending(code: int) -> str:
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def to_text(report: Json) -> str:
+    """Return the report as text: a table, then what failed, what was not run and what was left out."""
+    device, checks = report["device"], report["checks"]
+    lines = [
+        f"device    {device['torch_name']} ({device['arch']}, {device['name']})",
+        f"spec      {report['spec_name'] or report['spec']}",
+        *_table(checks),
+        *_section("timings (measured)", [c for c in checks if c["group"] == "timing" and c["status"] == "passed"]),
+        *_section("failed", [c for c in checks if c["status"] == "failed"]),
+        *_section("not run", [c for c in checks if c["status"] == "not run"]),
+    ]
+    if report["left_out"]:
+        lines.append("left out")
+        for entry in report["left_out"]:
+            lines += [f"  {entry['backend']} ({entry['package']}): {_reason(reason)}" for reason in entry["reasons"]]
+    counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items())
+    lines.append(f"{'passed' if report['passed'] else 'FAILED'}    {counts}")
+    return "\n".join(lines)
+
+
+def _reason(reason: Json) -> str:
+    from portamoe.render import reason_line
+
+    return reason_line(reason)
+
+
+def _table(checks: Sequence[Json]) -> list[str]:
+    lines = [
+        f"{'backend':<22} {'check':<11} {'passed':>6} {'failed':>6} {'not run':>7} {'worst RMS':>9} {'seconds':>8}"
+    ]
+    for backend in dict.fromkeys(check["backend"] for check in checks):
+        for group in GROUPS:
+            mine = [c for c in checks if c["backend"] == backend and c["group"] == group]
+            if not mine:
+                continue
+            counts = Counter(c["status"] for c in mine)
+            errors = [c["figures"]["rms"] for c in mine if "rms" in c["figures"]]
+            worst = f"{max(errors):.2g}" if errors else "-"
+            lines.append(
+                f"{backend:<22} {group:<11} {counts['passed']:>6} {counts['failed']:>6} {counts['not run']:>7} "
+                f"{worst:>9} {sum(c['seconds'] for c in mine):>8.1f}"
+            )
+    return lines
+
+
+def _section(title: str, checks: Sequence[Json]) -> list[str]:
+    """Return a titled list; cases of one group with one text are one line."""
+    if not checks:
+        return []
+    together: dict[tuple[str, str, str], list[str]] = {}
+    for check in checks:
+        together.setdefault((check["backend"], check["group"], check["detail"]), []).append(check["case"])
+    return [title, *(f"  {b} {g} {', '.join(cases)}: {detail}" for (b, g, detail), cases in together.items())]
