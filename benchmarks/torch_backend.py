@@ -23,7 +23,7 @@ import torch
 
 from portamoe.reference import dequantized
 from portamoe.spec import KIMI_K3, MoESpec
-from portamoe.testing import Problem, assert_close, make_problem
+from portamoe.testing import ErrorMetrics, Problem, assert_close, make_problem
 from portamoe.torch_backend import BACKEND
 
 #: The goals: times the baseline, and dequantised float32 experts.
@@ -40,14 +40,14 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     spec = replace(KIMI_K3, num_experts=args.experts, top_k=min(16, args.experts), local_experts=range(args.experts))
     problem = make_problem(spec, args.tokens)
-    forward, out = backend_call(problem)
+    forward, _ = backend_call(problem)
     before = status("VmRSS")
     peak = peak_during(forward)
     plain, products = plain_call(problem)
     times = [(seconds(plain), seconds(forward)) for _ in range(args.repeats)]
     baseline, ours = (statistics.median(column) for column in zip(*times, strict=True))
     ratio = statistics.median(pair[1] / pair[0] for pair in times)
-    metrics = assert_close(out, problem.reference(), roundings=1)
+    metrics = check(problem)
 
     expert = 3 * spec.hidden_size * spec.intermediate_size * 4
     allowed = GOAL_EXPERTS * expert + 8 * args.tokens * spec.top_k * spec.intermediate_size
@@ -60,8 +60,16 @@ def main() -> int:
         return 0
     extra = peak - before
     print(f"extra memory      {extra / 1e6:8.1f} MB  ({extra / expert:.2f} experts; goal: {allowed / 1e6:.1f} MB)")
-    print(f"error             relative RMS {metrics.rms:.2e} against the float32 reference")
+    print(f"error             relative RMS {metrics.rms:.2e} against the float32 reference, one expert")
     return 0 if ratio <= GOAL_RATIO and extra <= allowed else 1
+
+
+def check(problem: Problem) -> ErrorMetrics:
+    """Compare the result of one expert's tokens with the reference, which is too slow for all experts."""
+    one = replace(problem, topk_ids=torch.where(problem.topk_ids == 0, 0, -1).int())
+    forward, out = backend_call(one)
+    forward()
+    return assert_close(out, one.reference(), roundings=1)
 
 
 def report(spec: MoESpec, args: argparse.Namespace) -> None:
