@@ -6,4 +6,7 @@ Imports portamoe only; AITER and Triton are imported inside the functions that l
 from __future__ import annotations
 
 #: "module:attribute" of each backend; the modules import nothing heavy at top level.
-BACKENDS: tuple[str, ...] = ("rocm_moe.aiter_backend:BACKEND",)
+BACKENDS: tuple[str, ...] = (
+    "rocm_moe.aiter_backend:BACKEND",
+    "rocm_moe.triton_unfused:BACKEND",
+)

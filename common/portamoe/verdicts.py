@@ -8,12 +8,10 @@ one takes a stat and a small file; neither torch nor a vendor package is importe
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -115,7 +113,7 @@ def key_of(backend: Backend, small: MoESpec, device: Device) -> Key:
         "spec": small.to_dict(),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:20]
+    digest = _sha256(text)[:20]
     return Key(text, f"{backend.name}-{device.arch}-{digest}.json".replace(os.sep, "_"))
 
 
@@ -145,7 +143,13 @@ def _folder_fingerprint(folder: str) -> str:
                 if entry.is_file():
                     facts = entry.stat()
                     found.append((entry.name, facts.st_size, facts.st_mtime_ns))
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16]
+    return _sha256(repr(sorted(found)))[:16]
+
+
+def _sha256(text: str) -> str:
+    import hashlib  # it loads OpenSSL, and `import portamoe` comes here only where a verdict is kept
+
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def canary_spec(backend: Backend, spec: MoESpec, device: Device) -> MoESpec | None:
@@ -191,6 +195,10 @@ class VerdictStore:
         self._said: set[str] = set()
         self._forced: set[str] = set()
 
+    def is_empty(self) -> bool:
+        """Return whether no verdict can be known, without the cost of a key."""
+        return not self._known and (self.folder is None or not self.folder.is_dir())
+
     def read(self, key: Key) -> Verdict | None:
         """Return what is known, from this process or from the file."""
         if known := self._known.get(key.text):
@@ -213,6 +221,8 @@ class VerdictStore:
         self._known[key.text] = verdict
         if not durable or self.folder is None:
             return
+        import tempfile
+
         text = json.dumps({"key": json.loads(key.text), "verdict": verdict.to_dict()}, indent=1)
         beside = None
         try:
@@ -267,7 +277,7 @@ def environment(host: Host) -> Mapping[str, str]:
 
 def cached(backend: Backend, spec: MoESpec, device: Device) -> Verdict | None:
     """Return the known verdict on `backend` for `spec`; None on a replayed host, whose caches are elsewhere."""
-    if device.host.recorded:
+    if device.host.recorded or store(device.host).is_empty():
         return None
     small = canary_spec(backend, spec, device)
     return None if small is None else store(device.host).read(key_of(backend, small, device))
