@@ -23,7 +23,7 @@ from tests.host_recordings import device, recorded
 BACKEND = FakeBackend("some")
 GPU = device(
     distributions={"torch": "2.11.0", "triton": "3.6.0", "tqdm": "4.60"},
-    env={"AITER_SITUV2_A4W4": "0", "TRITON_CACHE_DIR": "/tmp/a"},
+    env={"AITER_SITUV2_A4W4": "0", "TRITON_CACHE_DIR": "/scratch/a"},
     rocm={"version": "7.2", "driver": "6.16"},
     vendor={"aiter": {"version": "0.1.20"}},
 )
@@ -53,7 +53,7 @@ ANOTHER_KEY = {
     "vendor's facts": lambda: key(gpu=with_host(vendor={"aiter": {"version": "0.1.21"}})),
     "driver": lambda: key(gpu=with_host(rocm={"version": "7.2", "driver": "6.17"})),
     "variable that switches kernels": lambda: key(gpu=with_host(env={"AITER_SITUV2_A4W4": "1"})),
-    "own tiles": lambda: key(gpu=with_host(env=dict(GPU.host.env) | {"PORTAMOE_TUNED_DIR": "/tmp/tiles"})),
+    "own tiles": lambda: key(gpu=with_host(env=dict(GPU.host.env) | {"PORTAMOE_TUNED_DIR": "/scratch/tiles"})),
     "beta": lambda: key(spec=small(activation=SiTU(beta=4.5, linear_beta=25.0))),
     "linear_beta": lambda: key(spec=small(activation=SiTU(beta=4.0))),
     "activation": lambda: key(spec=small(activation=SwiGLU())),
@@ -73,7 +73,7 @@ def test_another_key_for_another(what):
 
 def test_what_no_kernel_depends_on_is_in_no_key():
     assert key(gpu=with_host(distributions=dict(GPU.host.distributions) | {"tqdm": "4.70"})) == key()
-    assert key(gpu=with_host(env=dict(GPU.host.env) | {"TRITON_CACHE_DIR": "/tmp/b"})) == key()
+    assert key(gpu=with_host(env=dict(GPU.host.env) | {"TRITON_CACHE_DIR": "/scratch/b"})) == key()
     assert key(gpu=replace(GPU, index=3)) == key()
     assert key(spec=small(hidden_size=7168)) == key()
 
