@@ -78,6 +78,7 @@ def host(monkeypatch, tmp_path):
 
     def make(*, library: bool, package: types.ModuleType | None, kernel: bool) -> Files:
         monkeypatch.setattr(nvml, "_library_loads", lambda: library)
+        monkeypatch.setattr(nvml, "_is_worth_a_try", lambda _: library)
         monkeypatch.setitem(sys.modules, "pynvml", package)
         if kernel:
             write_proc(tmp_path)
@@ -98,6 +99,31 @@ H200 = {"name": "NVIDIA H200", "uuid": "GPU-8932f937", "capability": (9, 0), "me
 
 def test_no_nvidia_at_all_is_no_problem(host):
     assert read_nvml(host(library=False, package=None, kernel=False)) == (None, [])
+
+
+@pytest.mark.parametrize("sign", ["/dev/nvidiactl", "/dev/dxg", "the loader's cache", "LD_LIBRARY_PATH", None])
+def test_signs_of_a_driver(monkeypatch, tmp_path, sign):
+    for name in ("dev", "lib"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "dev/null").touch()
+    monkeypatch.setattr(nvml, "LOADER_CACHE", tmp_path / "ld.so.cache")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":/nonexistent:{tmp_path}/lib")
+    if sign and sign.startswith("/dev"):
+        (tmp_path / sign[1:]).touch()
+    elif sign == "LD_LIBRARY_PATH":
+        (tmp_path / "lib/libnvidia-ml.so.1").touch()
+    elif sign:
+        (tmp_path / "ld.so.cache").write_bytes(b"ld.so\0libc.so.6\0libnvidia-ml.so.1\0/usr/lib/libnvidia-ml.so.1\0")
+    assert nvml._is_worth_a_try(Files(tmp_path)) is (sign is not None)
+
+
+def test_a_library_without_a_loaded_driver_is_a_problem(host):
+    def not_loaded():
+        raise NVMLError("Driver Not Loaded")
+
+    facts, (problem,) = read_nvml(host(library=True, package=fake_pynvml([], nvmlInit=not_loaded), kernel=False))
+    assert facts is None
+    assert "Driver Not Loaded" in problem.value
 
 
 def test_a_working_driver(host):

@@ -7,8 +7,10 @@ Facts are gathered in the form a recording keeps: {"driver", "cuda", "source", "
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from portamoe.decision import Reason
@@ -16,6 +18,7 @@ from portamoe.detection.files import Files
 
 LIBRARY = "libnvidia-ml.so.1"
 PROC = "/proc/driver/nvidia"
+LOADER_CACHE = Path("/etc/ld.so.cache")
 
 
 def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
@@ -24,6 +27,8 @@ def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
     A machine without NVIDIA's driver library and without its kernel module is no problem.
     """
     kernel_module = files.readable_text(f"{PROC}/version") is not None
+    if not (kernel_module or _is_worth_a_try(files)):
+        return None, []
     if not _library_loads():
         if not kernel_module:
             return None, []
@@ -39,6 +44,19 @@ def read_nvml(files: Files) -> tuple[dict[str, Any] | None, list[Reason]]:
         text = f"{type(error).__name__}: {error}"
         advice = "repair the driver (nvidia-smi shows the same error)" if kernel_module else None
         return None, [Reason("NVML", text, "a working NVIDIA driver", advice)]
+
+
+def _is_worth_a_try(files: Files) -> bool:
+    """Is there a sign of a driver or its library? Loading ctypes to find none costs a tenth of `import portamoe`."""
+    if any(name.startswith(("nvidia", "nvhost", "dxg")) for name in files.names("/dev")):  # dxg: WSL
+        return True
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    if any(Path(folder, LIBRARY).exists() for folder in folders if folder):
+        return True
+    try:
+        return LIBRARY.encode() in LOADER_CACHE.read_bytes()
+    except OSError:
+        return False
 
 
 def _package_is_there() -> bool:
