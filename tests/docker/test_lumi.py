@@ -81,7 +81,7 @@ def cluster(tmp_path: Path) -> tuple[Path, dict[str, str]]:
         "module": "exit 0",
         "scontrol": "printf 'nid000001\\nnid000002\\n'",
         "srun": f'echo "srun $*" >>{log}; while [[ $1 == --* ]]; do shift; done; exec "$@"',
-        "singularity": f'echo "singularity [$#] $*" >>{log}; [[ $* != *"run "*" probe "* || -z ${{REJECT:-}} ]]',
+        "singularity": f'echo "singularity [$#] $*" >>{log}; [[ $3 != "${{FAIL:-}}" ]]',
     }
     for name, body in programs.items():
         (bin_ / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -97,6 +97,7 @@ def cluster(tmp_path: Path) -> tuple[Path, dict[str, str]]:
         "SLURM_CPUS_PER_TASK": "7",
         "SLURM_PROCID": "3",
         "SLURM_LOCALID": "3",
+        "SLURMD_NODENAME": "nid000001",
         "TMPDIR": str(tmp_path),
     }
     return log, environment
@@ -111,21 +112,33 @@ def submit(name: str, tmp_path: Path, environment: dict[str, str], *arguments: s
 
 
 @each
-def test_without_a_command_the_probe_is_all(name: str, tmp_path: Path, cluster) -> None:
+def test_without_a_command_probe_and_verify_are_all(name: str, tmp_path: Path, cluster) -> None:
     log, environment = cluster
     assert submit(name, tmp_path, environment) == 0
     lines = log.read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["srun", "singularity"]
     assert "--output=probe-%j-%N.json" in lines[0]
-    sif = environment["SIF"]
-    assert lines[1] == f"singularity [7] run {sif} probe capabilities --json --require triton_unfused"
+    bundle = "verify-1234567-nid000001.zip"
+    assert [line for line in lines if line.startswith("singularity ")] == [
+        f"singularity [7] run {environment['SIF']} probe capabilities --json --require triton_unfused",
+        f"singularity [8] run {environment['SIF']} verify --quick --backend triton_unfused --bundle {bundle}",
+    ]
+    assert (tmp_path / f"{environment['USER']}-portamoe-1234567/triton").is_dir()
 
 
 @each
-def test_rejected_probe_stops_the_job(name: str, tmp_path: Path, cluster) -> None:
+@pytest.mark.parametrize("command", ["probe", "verify"])
+def test_failed_probe_or_verify_stops_the_job(name: str, command: str, tmp_path: Path, cluster) -> None:
     log, environment = cluster
-    assert submit(name, tmp_path, {**environment, "REJECT": "1"}, "python", "train.py") != 0
+    assert submit(name, tmp_path, {**environment, "FAIL": command}, "python", "train.py") != 0
     assert "train.py" not in log.read_text()
+
+
+@each
+def test_another_backend_can_be_required(name: str, tmp_path: Path, cluster) -> None:
+    log, environment = cluster
+    assert submit(name, tmp_path, {**environment, "REQUIRE": "aiter"}) == 0
+    assert "--require aiter\n" in log.read_text()
+    assert "verify --quick --backend aiter " in log.read_text()
 
 
 @each
@@ -140,9 +153,8 @@ def test_one_node_starts_the_command_through_the_entrypoint(tmp_path: Path, clus
     log, environment = cluster
     assert submit("one-node", tmp_path, environment, "python", "a script.py") == 0
     lines = log.read_text().splitlines()
-    assert "--cpu-bind=mask_cpu:0x00fe000000000000," in lines[2]
+    assert any("--cpu-bind=mask_cpu:0x00fe000000000000," in line for line in lines)
     assert lines[-1] == f"singularity [4] run {environment['SIF']} python a script.py"
-    assert (tmp_path / f"{environment['USER']}-portamoe-1234567/triton").is_dir()
 
 
 def test_several_nodes_meet_at_the_first(tmp_path: Path, cluster) -> None:
