@@ -9,6 +9,18 @@ import triton.language as tl
 
 
 @triton.jit
+def place(pair, mine, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K: tl.constexpr):
+    """Give the pairs that are `mine` the rows from `row` on; returns the next free row."""
+    count = mine.to(tl.int32)
+    position = row + tl.cumsum(count, 0) - count
+    tl.store(pair_row + pair, position, mask=mine)
+    tl.store(row_token + position, pair // TOP_K, mask=mine)
+    tl.store(row_slot + position, pair % TOP_K, mask=mine)
+    tl.store(row_expert + position, tl.zeros_like(pair) + expert, mask=mine)
+    return row + tl.sum(count, 0)
+
+
+@triton.jit
 def sort_pairs(ids, offsets, pair_row, row_token, row_slot, row_expert, pairs, first_expert,
                TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Place the pairs of one local expert; grid (E_local,).
@@ -18,23 +30,28 @@ def sort_pairs(ids, offsets, pair_row, row_token, row_slot, row_expert, pairs, f
     """
     local = tl.program_id(0)
     expert = first_expert + local
+    lane = tl.arange(0, BLOCK)
     lower = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
-        lower += ((chosen >= first_expert) & (chosen < expert)).to(tl.int32)
+    for start in range(0, pairs, 4 * BLOCK):
+        for u in tl.static_range(4):
+            pair = start + u * BLOCK + lane
+            chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
+            lower += ((chosen >= first_expert) & (chosen < expert)).to(tl.int32)
     row = tl.sum(lower, 0)
     tl.store(offsets + local, row)
-    for start in range(0, pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        mine = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
-        count = mine.to(tl.int32)
-        position = row + tl.cumsum(count, 0) - count
-        tl.store(pair_row + pair, position, mask=mine)
-        tl.store(row_token + position, pair // TOP_K, mask=mine)
-        tl.store(row_slot + position, pair % TOP_K, mask=mine)
-        tl.store(row_expert + position, tl.zeros_like(pair) + expert, mask=mine)
-        row += tl.sum(count, 0)
+    for start in range(0, pairs, 4 * BLOCK):
+        pair = start + lane
+        # All four loads before the first sum, which waits for all threads.
+        c0 = tl.load(ids + pair, mask=pair < pairs, other=-1)
+        c1 = tl.load(ids + pair + BLOCK, mask=pair + BLOCK < pairs, other=-1)
+        c2 = tl.load(ids + pair + 2 * BLOCK, mask=pair + 2 * BLOCK < pairs, other=-1)
+        c3 = tl.load(ids + pair + 3 * BLOCK, mask=pair + 3 * BLOCK < pairs, other=-1)
+        row = place(pair, c0 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
+        if start + BLOCK < pairs:
+            row = place(pair + BLOCK, c1 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
+        if start + 2 * BLOCK < pairs:
+            row = place(pair + 2 * BLOCK, c2 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
+            row = place(pair + 3 * BLOCK, c3 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
     if local == tl.num_programs(0) - 1:
         tl.store(offsets + local + 1, row)
 

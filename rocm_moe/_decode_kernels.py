@@ -177,6 +177,14 @@ def decode_fragments(word, scale_low, scale_high, STEPS: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    registers = tl.join(tl.join(r0, r1), tl.join(r2, r3))  # tile, g, t, step | row half, K half
-    numbers = unpack_pairs(registers, "bf16")
+    # Put together with masks instead of tl.join: they fold away, and Triton doubles the K width of an mma.sync operand for
+    # every value that a join touches, which would shuffle the weights through shared memory.
+    row_half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2, 1, 1))
+    k_half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 2, 1))
+    half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 2))
+    shape: tl.constexpr = (M, 8, 4, STEPS, 1, 1, 1)
+    low = (tl.reshape(r0, shape) & (row_half - 1)) | (tl.reshape(r1, shape) & -row_half)
+    high = (tl.reshape(r2, shape) & (row_half - 1)) | (tl.reshape(r3, shape) & -row_half)
+    word32 = (low & (k_half - 1)) | (high & -k_half)
+    numbers = ((word32 >> (16 * half)) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.reshape(tl.permute(numbers, (0, 4, 1, 3, 5, 2, 6)), (M * 16, STEPS * 16))

@@ -153,70 +153,114 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
 
 
 @triton.jit
-def multiply_fragments(acc, word, scales, x, STEPS: tl.constexpr):
-    """acc [16M, BM] plus 16·STEPS of K: word [M, 32·STEPS], scales [M, 8] (bytes: 32-block, then row half), x [BM, …]."""
+def decode_tile(word, scales, STEPS: tl.constexpr):
+    """[16M, 16·STEPS] numbers of word [M, 32·STEPS] and scales [M, 8] (bytes: 32-block, then row half)."""
     M: tl.constexpr = word.shape[0]
     block = tl.reshape(tl.arange(0, STEPS) // 2 * 16, (1, 1, 1, STEPS))
     shifted = tl.reshape(scales, (M, 8, 1, 1)) >> block
     low, high = fragment_scale(shifted & 0xFF), fragment_scale((shifted >> 8) & 0xFF)
-    return tl.dot(decode_fragments(word, low, high, STEPS), tl.trans(x), acc)
+    return decode_fragments(word, low, high, STEPS)
 
 
 @triton.jit
-def grouped_gemm_fragments(x, weights, scales, scale_bytes, bias, flags, row_exponents, tiles, row_source, out,
-                           capacity, steps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                           UNROLL: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
-                           DECODE: tl.constexpr):  # fmt: skip
-    """Weights in NVIDIA's operand order (see layouts.FragmentLayout); grid (N tiles · tile slots, splits).
+def source_rows(x, row_source, first, m, rows, K: tl.constexpr, GATHER: tl.constexpr):
+    """Pointers to the activations of a tile's rows m; rows past the end point at the first row and are masked."""
+    row = first + tl.where(m < rows, m, 0)
+    if GATHER:
+        row = tl.load(row_source + row)
+    return x + row[:, None].to(tl.int64) * K
+
+
+@triton.jit
+def multiply_rows(x, weights, scales, scale_bytes, bias, flags, row_exponents, row_source, out, capacity, steps, expert,
+                  first, rows, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr,
+                  BN: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+                  DECODE: tl.constexpr):  # fmt: skip
+    """One tile of up to BM + MORE rows; both parts share the decoded weights.
 
     Two 64-wide products an iteration: with a single one, Triton 3.6 lets the next decode overwrite registers that an
     asynchronous wgmma still reads (triton-lang/triton issue 9433); with two it waits for both.
     """
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     TILES64: tl.constexpr = K // 64
-    BLOCKS: tl.constexpr = K // 128
+    n_tile = tl.program_id(0) % N_TILES
+    split = tl.program_id(1)
+    tile = tl.minimum(n_tile * (BN // 16) + tl.arange(0, BN // 16), N // 16 - 1)
+    expert_words = weights + expert * (N * K // 8)
+    expert_bytes = scale_bytes + expert * (N * K // 32)
+    w = expert_words + tile[:, None] * (TILES64 * 128) + tl.arange(0, 128)[None, :]
+    s = scales + expert * (N * K // 128) + tile[:, None] * (TILES64 * 8) + tl.arange(0, 8)[None, :]
+    k64 = tl.arange(0, 64)[None, :]
+
+    m = tl.arange(0, BM)
+    rows_of_x = source_rows(x, row_source, first, m, rows, K, GATHER)
+    there = (m < rows)[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    if MORE > 0:
+        more = BM + tl.arange(0, MORE)
+        more_of_x = source_rows(x, row_source, first, more, rows, K, GATHER)
+        more_there = (more < rows)[:, None]
+        more_acc = tl.zeros((BN, MORE), tl.float32)
+    begin = split * steps
+    for k in range(begin, tl.minimum(begin + steps, K // 128)):
+        for u in tl.static_range(2):
+            t = 2 * k + u
+            numbers = decode_tile(tl.load(w + t * 128), tl.load(s + t * 8), 4)
+            acc = tl.dot(numbers, tl.trans(tl.load(rows_of_x + (t * 64 + k64), mask=there, other=0.0)), acc)
+            if MORE > 0:
+                columns_of_x = tl.load(more_of_x + (t * 64 + k64), mask=more_there, other=0.0)
+                more_acc = tl.dot(numbers, tl.trans(columns_of_x), more_acc)
+    if K % 128 != 0:
+        if split == tl.num_programs(1) - 1:
+            if TILES64 % 2 == 1:
+                last: tl.constexpr = TILES64 - 1
+                numbers64 = decode_tile(tl.load(w + last * 128), tl.load(s + last * 8), 4)
+                x64 = tl.load(rows_of_x + (last * 64 + k64), mask=there, other=0.0)
+                acc = tl.dot(numbers64, tl.trans(x64), acc)
+                if MORE > 0:
+                    more64 = tl.load(more_of_x + (last * 64 + k64), mask=more_there, other=0.0)
+                    more_acc = tl.dot(numbers64, tl.trans(more64), more_acc)
+            if K % 64 != 0:
+                k32 = TILES64 * 64 + tl.arange(0, 32)[None, :]
+                w32 = expert_words + N * TILES64 * 8 + tile[:, None] * 64 + tl.arange(0, 64)[None, :]
+                s32 = expert_bytes + N * TILES64 * 2 + tile[:, None] * 16 + tl.arange(0, 8)[None, :] * 2
+                pair = tl.load(s32).to(tl.int32) | (tl.load(s32 + 1).to(tl.int32) << 8)
+                numbers32 = decode_tile(tl.load(w32), pair, 2)
+                acc = tl.dot(numbers32, tl.trans(tl.load(rows_of_x + k32, mask=there, other=0.0)), acc)
+                if MORE > 0:
+                    more32 = tl.load(more_of_x + k32, mask=more_there, other=0.0)
+                    more_acc = tl.dot(numbers32, tl.trans(more32), more_acc)
+    columns = n_tile * BN + tl.arange(0, BN)
+    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first + m, m < rows, capacity, N, BIAS, PARTIAL,
+               DECODE)  # fmt: skip
+    if MORE > 0:
+        store_rows(more_acc, out, bias, flags, row_exponents, expert, columns, first + more, more < rows, capacity, N,
+                   BIAS, PARTIAL, DECODE)  # fmt: skip
+
+
+@triton.jit
+def grouped_gemm_fragments(x, weights, scales, scale_bytes, bias, flags, row_exponents, tiles, row_source, out,
+                           capacity, steps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, LITTLE: tl.constexpr,
+                           MUCH: tl.constexpr, BN: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
+                           PARTIAL: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
+    """Weights in NVIDIA's operand order (see layouts.FragmentLayout); grid (N tiles · tile slots, splits).
+
+    A tile holds up to BM + MUCH rows and is computed as BM, BM + LITTLE or BM + MUCH, whichever is enough: less padding
+    than whole multiples of BM.
+    """
+    N_TILES: tl.constexpr = (N + BN - 1) // BN
     record = tiles + tl.program_id(0) // N_TILES * 4
     rows = tl.load(record + 2)
     if rows == 0:
         return
     expert = tl.load(record).to(tl.int64)
     first = tl.load(record + 1)
-    n_tile = tl.program_id(0) % N_TILES
-    split = tl.program_id(1)
-
-    m = tl.arange(0, BM)
-    row = first + tl.minimum(m, rows - 1)
-    source = row
-    if GATHER:
-        source = tl.load(row_source + row)
-    x_rows = x + source[:, None].to(tl.int64) * K + tl.arange(0, 64)[None, :]
-
-    tile = tl.minimum(n_tile * (BN // 16) + tl.arange(0, BN // 16), N // 16 - 1)
-    expert_words = weights + expert * (N * K // 8)
-    expert_scales = scales + expert * (N * K // 128)
-    expert_bytes = scale_bytes + expert * (N * K // 32)
-    w = expert_words + tile[:, None] * (TILES64 * 128) + tl.arange(0, 128)[None, :]
-    s = expert_scales + tile[:, None] * (TILES64 * 8) + tl.arange(0, 8)[None, :]
-
-    acc = tl.zeros((BN, BM), tl.float32)
-    begin = split * steps
-    for k in range(begin, tl.minimum(begin + steps, BLOCKS)):
-        for u in tl.static_range(2):
-            t = 2 * k + u
-            acc = multiply_fragments(acc, tl.load(w + t * 128), tl.load(s + t * 8), tl.load(x_rows + t * 64), 4)
-    if K % 128 != 0:
-        if split == tl.num_programs(1) - 1:
-            if TILES64 % 2 == 1:
-                last: tl.constexpr = TILES64 - 1
-                acc = multiply_fragments(
-                    acc, tl.load(w + last * 128), tl.load(s + last * 8), tl.load(x_rows + last * 64), 4
-                )
-            if K % 64 != 0:
-                w32 = expert_words + N * TILES64 * 8 + tile[:, None] * 64 + tl.arange(0, 64)[None, :]
-                s32 = expert_bytes + N * TILES64 * 2 + tile[:, None] * 16 + tl.arange(0, 8)[None, :] * 2
-                pair = tl.load(s32).to(tl.int32) | (tl.load(s32 + 1).to(tl.int32) << 8)
-                x32 = x + source[:, None].to(tl.int64) * K + TILES64 * 64 + tl.arange(0, 32)[None, :]
-                acc = multiply_fragments(acc, tl.load(w32), pair, tl.load(x32), 2)
-    columns = n_tile * BN + tl.arange(0, BN)
-    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first + m, m < rows, capacity, N, BIAS, PARTIAL,
-               DECODE)  # fmt: skip
+    if MUCH == 0 or rows <= BM:
+        multiply_rows(x, weights, scales, scale_bytes, bias, flags, row_exponents, row_source, out, capacity, steps,
+                      expert, first, rows, N, K, BM, 0, BN, GATHER, BIAS, PARTIAL, DECODE)  # fmt: skip
+    elif rows <= BM + LITTLE:
+        multiply_rows(x, weights, scales, scale_bytes, bias, flags, row_exponents, row_source, out, capacity, steps,
+                      expert, first, rows, N, K, BM, LITTLE, BN, GATHER, BIAS, PARTIAL, DECODE)  # fmt: skip
+    else:
+        multiply_rows(x, weights, scales, scale_bytes, bias, flags, row_exponents, row_source, out, capacity, steps,
+                      expert, first, rows, N, K, BM, MUCH, BN, GATHER, BIAS, PARTIAL, DECODE)  # fmt: skip

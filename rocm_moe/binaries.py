@@ -69,9 +69,7 @@ class Binaries:
         return folder / f"portamoe-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
 
 
-def share_work(
-    names: Iterable[str], lock_file: Callable[[str], Path], patience: float = PATIENCE
-) -> Iterator[str]:
+def share_work(names: Iterable[str], lock_file: Callable[[str], Path], patience: float = PATIENCE) -> Iterator[str]:
     """Yield every name, each under a lock of its own; names that another process works on come later.
 
     So eight ranks compile different kernels and find the others' in the cache. A lock that stays taken for `patience`

@@ -145,9 +145,9 @@ class FragmentLayout(KernelLayout):
 
         whole, rest = columns // 64, columns % 64 // 32
         main, tail = packed.words.split([rows * whole * 8, rows * rest * 4])
-        nibbles = torch.cat(
-            [_from_fragments(main, rows, whole, 4), _from_fragments(tail, rows, rest, 2)], dim=1
-        ).view(rows, -1, 2)
+        nibbles = torch.cat([_from_fragments(main, rows, whole, 4), _from_fragments(tail, rows, rest, 2)], dim=1).view(
+            rows, -1, 2
+        )
         codes = nibbles[..., 0] | (nibbles[..., 1] << 4)
         main_scales, tail_scales = packed.scales.split([rows * whole * 2, rows * rest])
         stored = torch.cat(

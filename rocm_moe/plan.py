@@ -24,15 +24,19 @@ if TYPE_CHECKING:
 
 Step = Literal["sort", "index", "gemm1", "activation", "gemm2", "combine"]
 
-#: Tile slots that one program of `index_rows` lists, tokens that one indexes, pairs that one step of `sort_pairs` reads.
+#: Programs of `activate` and `combine` in windows after the first, which are mostly empty.
+LATER_GRID = 2048
+#: Up to so many pairs, `sort_pairs` reads them in steps of PAIRS_A_STEP[False], else of PAIRS_A_STEP[True].
+FEW_PAIRS = 4096
+#: Tile slots that one program of `index_rows` lists, tokens that one indexes.
 TILES_A_BLOCK = 8
 TOKENS_A_BLOCK = 8
-PAIRS_A_STEP = 2048
+PAIRS_A_STEP = {False: 256, True: 2048}
 #: Elements of one program of `activate`, columns of one of `combine`: 16 bytes a lane.
 ACTIVATION_ELEMENTS = 2048
 COMBINE_COLUMNS = 512
 #: No tile has fewer routed rows (BM), which bounds the number of tile slots.
-SMALLEST_TILE = 16
+SMALLEST_TILE = 8
 #: (splits of K) x (rows of a call) never exceeds this, which bounds the memory of partial sums.
 SPLIT_ROWS = 512
 #: The most parts into which K is split.
@@ -101,6 +105,11 @@ class Plan:
     index_grid: int
     activation_grid: int
     combine_grid: int
+
+    @staticmethod
+    def later(grid: int, window: int) -> int:
+        """Return `grid` in window 0, at most LATER_GRID after it."""
+        return min(grid, LATER_GRID) if window else grid
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ def make_plan(spec: MoESpec, table: TileTable, tokens: int, max_local_rows: int,
     """Return the plan of a call; `whole_rows`: never split K, because a hook wants the finished rows."""
     of = sizes(spec, tokens, max_local_rows)
     cell = table.cell(spec, tokens)
-    slots = round_up(min(spec.num_local_experts, of.whole) + of.whole // cell.tokens, TILES_A_BLOCK)
+    slots = round_up(min(spec.num_local_experts, of.whole) + of.whole // cell.tile_rows, TILES_A_BLOCK)
     hits = expected_hits(spec, tokens)
     gemm1 = _gemm_plan(cell.gemm1, 2 * spec.intermediate_size, spec.hidden_size, slots, hits, of, whole_rows)
     gemm2 = _gemm_plan(cell.gemm2, spec.hidden_size, spec.intermediate_size, slots, hits, of, whole_rows)
@@ -208,37 +217,41 @@ def _gemm_plan(
     return GemmPlan(tile, splits, steps, (n_tiles * slots, splits))
 
 
-def launches(spec: MoESpec, table: TileTable, tokens: int, max_local_rows: int, ids: str = "i32") -> list[PlannedLaunch]:
+def launches(
+    spec: MoESpec, table: TileTable, tokens: int, max_local_rows: int, ids: str = "i32"
+) -> list[PlannedLaunch]:
     """Return every launch of a call in order."""
     plan = make_plan(spec, table, tokens, max_local_rows)
     out = [
-        PlannedLaunch(variant_name("sort", ids=ids), (spec.num_local_experts,), None),
+        PlannedLaunch(variant_name("sort", ids=ids, many=plan.sizes.pairs > FEW_PAIRS), (spec.num_local_experts,), None),
         PlannedLaunch(variant_name("index", ids=ids), (plan.index_grid,), None),
     ]
     one, two = plan.gemm1.partial, plan.gemm2.partial
     for window in range(plan.sizes.windows):
         out += [
             PlannedLaunch(variant_name("gemm1", cell=plan.cell, partial=one), plan.gemm1.grid, window),
-            PlannedLaunch(variant_name("activation", partial=one), (plan.activation_grid,), window),
+            PlannedLaunch(variant_name("activation", partial=one), (plan.later(plan.activation_grid, window),), window),
             PlannedLaunch(variant_name("gemm2", cell=plan.cell, partial=two), plan.gemm2.grid, window),
-            PlannedLaunch(variant_name("combine", partial=two), (plan.combine_grid,), window),
+            PlannedLaunch(variant_name("combine", partial=two), (plan.later(plan.combine_grid, window),), window),
         ]
     return out
 
 
-def variant_name(step: Step, *, ids: str = "", cell: Cell | None = None, partial: bool = False) -> str:
+def variant_name(
+    step: Step, *, ids: str = "", many: bool = False, cell: Cell | None = None, partial: bool = False
+) -> str:
     """Return the name under which `variants.kernel_variants` lists a binary."""
     if step in ("sort", "index"):
-        return f"{step}-{ids}"
+        return f"{step}-{ids}{'-many' if many else ''}"
     suffix = "-partial" if partial else ""
     if cell is None:
         return step + suffix
     tile = cell.gemm1 if step == "gemm1" else cell.gemm2
     options = "".join(f"-{key}{value}" for key, value in sorted(tile.options.items()))
-    return f"{step}-{cell.tokens}x{tile.rows}-w{tile.warps}s{tile.stages}u{tile.unroll}{options}{suffix}"
+    tokens = "+".join(str(rows) for rows in (cell.tokens, *cell.extra))
+    return f"{step}-{tokens}x{tile.rows}-w{tile.warps}s{tile.stages}u{tile.unroll}{options}{suffix}"
 
 
 def activation_columns(inter: int) -> int:
     """Return the columns of an activation program: the largest power of two that divides I, at most 1024."""
     return min(inter & -inter, 1024)
-

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -63,12 +63,22 @@ class GemmTile:
 
 @dataclass(frozen=True)
 class Cell:
-    """The tiles for up to `rows_per_expert` rows an expert: `tokens` routed rows (BM) in both products."""
+    """The tiles for up to `rows_per_expert` rows an expert, the same routed rows in both products.
+
+    tokens:  routed rows of a tile (BM)
+    extra:   () or two numbers of further rows that a tile may have, where its kernel can add them (NVIDIA)
+    """
 
     rows_per_expert: float
     tokens: int
     gemm1: GemmTile
     gemm2: GemmTile
+    extra: tuple[int, ...] = ()
+
+    @property
+    def tile_rows(self) -> int:
+        """The most rows of a tile."""
+        return self.tokens + max(self.extra, default=0)
 
 
 @dataclass(frozen=True)
@@ -155,16 +165,26 @@ def table_to_dict(table: TileTable) -> dict[str, Any]:
         {
             "rows_per_expert": cell.rows_per_expert,
             "tokens": cell.tokens,
-            "gemm1": {**asdict(cell.gemm1), "options": dict(cell.gemm1.options)},
-            "gemm2": {**asdict(cell.gemm2), "options": dict(cell.gemm2.options)},
+            "extra": list(cell.extra),
+            "gemm1": _tile_to_dict(cell.gemm1),
+            "gemm2": _tile_to_dict(cell.gemm2),
         }
         for cell in table.cells
     ]
     return {"schema": SCHEMA, "arch": table.arch, "provenance": table.provenance, **table.origin, "cells": cells}
 
 
+def _tile_to_dict(tile: GemmTile) -> dict[str, Any]:
+    values = {f.name: getattr(tile, f.name) for f in fields(tile)}
+    return {**values, "options": dict(tile.options)}
+
+
 def _cell(entry: Mapping[str, Any]) -> Cell:
-    return Cell(float(entry["rows_per_expert"]), int(entry["tokens"]), _tile(entry["gemm1"]), _tile(entry["gemm2"]))
+    extra = tuple(int(rows) for rows in entry.get("extra", ()))
+    if len(extra) not in (0, 2):
+        raise TunedFileError(f"a cell has extra rows {list(extra)}, expected none or two numbers")
+    tiles = _tile(entry["gemm1"]), _tile(entry["gemm2"])
+    return Cell(float(entry["rows_per_expert"]), int(entry["tokens"]), *tiles, extra)
 
 
 def _tile(entry: Mapping[str, Any]) -> GemmTile:

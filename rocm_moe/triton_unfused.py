@@ -6,6 +6,7 @@ through Triton's interpreter. Between the kernels a caller may change the rows: 
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -135,17 +136,17 @@ class TritonUnfusedBackend:
         Raises TypeError for other hooks and for weights prepared by another backend, ValueError for a workspace that is
         too small or memory that is not aligned, RuntimeError for a capture before `warm_up`.
         """
-        from rocm_moe import unfused_call, unfused_weights
-
         if hooks and (unknown := sorted(set(hooks) - _HOOKS)):
             raise TypeError(f"triton_unfused has no hooks {unknown}; it takes {sorted(_HOOKS)}")
-        unfused_call.run(
-            unfused_weights.own(prepared),
-            unfused_call.Tensors(x, topk_ids, topk_weights, out),
-            workspace,
-            max_local_rows,
-            hooks,
-        )
+        _run()(prepared, (x, topk_ids, topk_weights, out), workspace, max_local_rows, hooks)
+
+
+@functools.cache
+def _run() -> Callable[..., None]:
+    """Return the function that launches a call; an import statement in every call would cost more than a launch."""
+    from rocm_moe import unfused_call
+
+    return unfused_call.run
 
 
 def _format_reason(what: str, value: str, wanted: str) -> Reason | None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rocm_moe import plan as planning
-from rocm_moe.triton_compat import INTERPRETED, Binary, interpret
+from rocm_moe.triton_compat import INTERPRETED, Binary, current_stream, interpret
+from rocm_moe.unfused_weights import own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from portamoe.backend import PreparedWeights
     from portamoe.spec import MoESpec
     from rocm_moe.plan import GemmPlan, Plan
     from rocm_moe.unfused_weights import Matrix, UnfusedWeights
@@ -84,13 +86,14 @@ class _Bound(NamedTuple):
 
 
 def run(
-    prepared: UnfusedWeights,
-    tensors: Tensors,
+    weights: PreparedWeights,
+    inputs: tuple[torch.Tensor, ...],
     workspace: torch.Tensor,
     max_local_rows: int,
     hooks: Mapping[str, Hook | None],
 ) -> None:
-    """Launch a call; see TritonUnfusedBackend.forward."""
+    """Launch a call on x, ids, weights and out; see TritonUnfusedBackend.forward."""
+    prepared, tensors = own(weights), Tensors(*inputs)
     tokens = tensors.x.shape[0]
     if tokens == 0:
         return
@@ -107,7 +110,7 @@ def run(
     pointers = [tensor.data_ptr() for tensor in tensors]
     if (pointers[0] | pointers[3]) & 15:
         raise ValueError("x and out must start at a multiple of 16 bytes; pass tensors of their own")
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = current_stream(tensors.x.get_device())
     for step in bound:
         arguments = step.arguments.copy()
         for position, index in step.open:
@@ -169,9 +172,7 @@ def _interpret(
 def _plan(
     prepared: UnfusedWeights, tensors: Tensors, workspace: torch.Tensor, max_local_rows: int, hooked: bool
 ) -> Plan:
-    plan = planning.make_plan(
-        prepared.spec, prepared.table, tensors.x.shape[0], max_local_rows, whole_rows=hooked
-    )
+    plan = planning.make_plan(prepared.spec, prepared.table, tensors.x.shape[0], max_local_rows, whole_rows=hooked)
     if workspace.numel() < plan.sizes.nbytes:
         raise ValueError(
             f"the workspace has {workspace.numel()} bytes, {plan.sizes.tokens} tokens in windows of {max_local_rows} "
@@ -186,12 +187,12 @@ def _steps(prepared: UnfusedWeights, plan: Plan, ids: str) -> Iterator[_Step]:
     first = spec.local_experts.start
     maps = tuple(_Part(name) for name in ("pair_row", "row_token", "row_slot", "row_expert"))
     sort = ("ids", _Part("offsets"), *maps, of.pairs, first)
-    yield _Step(planning.variant_name("sort", ids=ids), (spec.num_local_experts, 1), sort)
+    yield _Step(planning.variant_name("sort", ids=ids, many=of.pairs > planning.FEW_PAIRS), (spec.num_local_experts, 1), sort)
     token_blocks = -(-of.tokens // planning.TOKENS_A_BLOCK)
     index = (
         "ids", "weights", _Part("offsets"), *maps, _Part("token_rows"), _Part("token_weights", torch.float32),
         _Part("token_count"), _Part("tiles"), _Part("window_rows"), of.tokens, first, token_blocks,
-        plan.slots // planning.TILES_A_BLOCK, of.whole, of.divided, plan.cell.tokens,
+        plan.slots // planning.TILES_A_BLOCK, of.whole, of.divided, plan.cell.tile_rows,
     )  # fmt: skip
     yield _Step(planning.variant_name("index", ids=ids), (plan.index_grid, 1), index)
     for window in range(of.windows):
@@ -206,17 +207,17 @@ def _window_steps(prepared: UnfusedWeights, plan: Plan, window: int) -> Iterator
     yield _gemm_step("gemm1", plan, window, one, prepared.w13, "x", rows1)
     yield _Step(
         planning.variant_name("activation", partial=one.partial),
-        (plan.activation_grid, 1),
+        (plan.later(plan.activation_grid, window), 1),
         (rows1, h, window_rows, of.whole, one.splits),
     )
     yield _gemm_step("gemm2", plan, window, two, prepared.w2, h, rows2)
     carry = (planning.carry_offset(prepared.spec, of) - of.regions["rows"].offset) // torch.int16.itemsize
     yield _Step(
         planning.variant_name("combine", partial=two.partial),
-        (plan.combine_grid, 1),
+        (plan.later(plan.combine_grid, window), 1),
         (
             rows2, _Part("token_rows"), _Part("token_weights", torch.float32), _Part("token_count"), _Part("offsets"),
-            _Part("rows", torch.int16, carry), "out", window, of.whole, of.divided, of.whole, two.splits,
+            _Part("rows", torch.int16, carry), "out", of.tokens, window, of.whole, of.divided, of.whole, two.splits,
         ),
     )  # fmt: skip
 

@@ -133,9 +133,7 @@ class _MatrixBuilder:
         self._exponents: torch.Tensor | None = None
         self._bias = torch.zeros((experts, rows) if spec.bias else (1,), dtype=torch.float32, device=device)
 
-    def add(
-        self, index: int, codes: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> None:
+    def add(self, index: int, codes: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         if scales is None or tuple(codes.shape) != (self._rows, self._columns // 2):
             raise ValueError(
                 f"expert {index}: codes {tuple(codes.shape)} with scales {None if scales is None else 'given'}, "

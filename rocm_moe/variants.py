@@ -21,7 +21,7 @@ from rocm_moe.plan import (
     activation_columns,
     variant_name,
 )
-from rocm_moe.tiles import Cell, GemmTile, TileTable, load_table
+from rocm_moe.tiles import Cell, GemmTile, TileTable, TunedFileError, load_table
 from rocm_moe.triton_compat import HAS_INTRINSICS, INTERPRETED
 
 if TYPE_CHECKING:
@@ -69,6 +69,13 @@ def decode_flavour(arch: str) -> str:
     return "lut" if HAS_INTRINSICS else "portable"
 
 
+def fast_math(arch: str) -> str:
+    """Return whose exponential and reciprocal instructions the activation calls; "" for what Triton makes of them."""
+    if not HAS_INTRINSICS:
+        return ""
+    return "amd" if arch.startswith("gfx") else "nvidia" if arch.startswith("sm_") else ""
+
+
 def layout_for(arch: str) -> KernelLayout:
     """Return the layout in which kernels for `arch` read the weights."""
     flavour = decode_flavour(arch)
@@ -93,7 +100,7 @@ def unique_cells(table: TileTable) -> tuple[Cell, ...]:
     """Return the cells without repeats of the same tiles under another limit."""
     seen: dict[tuple[Any, ...], Cell] = {}
     for cell in table.cells:
-        seen.setdefault((cell.tokens, repr(cell.gemm1), repr(cell.gemm2)), cell)
+        seen.setdefault((cell.tokens, cell.extra, repr(cell.gemm1), repr(cell.gemm2)), cell)
     return tuple(seen.values())
 
 
@@ -120,15 +127,16 @@ def _variant(step: Step, name: str, kernel: Any, types: str, constexprs: dict[st
 def _align_variants(spec: MoESpec) -> Iterator[Variant]:
     local = spec.num_local_experts
     for ids in ("i32", "i64"):
-        yield _variant(
-            "sort",
-            variant_name("sort", ids=ids),
-            _align_kernels.sort_pairs,
-            f"*{ids} *i32 *i32 *i32 *i32 *i32 i32 i32",
-            {"TOP_K": spec.top_k, "BLOCK": PAIRS_A_STEP},
-            {"num_warps": 8, "num_stages": 2},
-            unaligned=("ids",),
-        )
+        for many in (False, True):
+            yield _variant(
+                "sort",
+                variant_name("sort", ids=ids, many=many),
+                _align_kernels.sort_pairs,
+                f"*{ids} *i32 *i32 *i32 *i32 *i32 i32 i32",
+                {"TOP_K": spec.top_k, "BLOCK": PAIRS_A_STEP[many]},
+                {"num_warps": 8 if many else 2, "num_stages": 1},
+                unaligned=("ids",),
+            )
         yield _variant(
             "index",
             variant_name("index", ids=ids),
@@ -151,6 +159,9 @@ def _gemm_variants(arch: str, spec: MoESpec, cell: Cell) -> Iterator[Variant]:
     decode = decode_flavour(arch)
     fragments = decode == "fragments"
     kernel = _gemm_kernels.grouped_gemm_fragments if fragments else _gemm_kernels.grouped_gemm_bricks
+    little, much = cell.extra or (0, 0)
+    if much and not fragments:
+        raise TunedFileError(f"tiles of {cell.tokens} + {much} rows are for NVIDIA only, not for {arch}")
     hidden, inter = spec.hidden_size, spec.intermediate_size
     products: tuple[tuple[Step, int, int, GemmTile], ...] = (
         ("gemm1", 2 * inter, hidden, cell.gemm1),
@@ -167,8 +178,11 @@ def _gemm_variants(arch: str, spec: MoESpec, cell: Cell) -> Iterator[Variant]:
                     "N": rows,
                     "K": columns,
                     "BM": cell.tokens,
-                    "BN": tile.rows,
-                    "UNROLL": tile.unroll_for(columns),
+                    **(
+                        {"LITTLE": little, "MUCH": much, "BN": tile.rows}
+                        if fragments
+                        else {"BN": tile.rows, "UNROLL": tile.unroll_for(columns)}
+                    ),
                     "GATHER": step == "gemm1",
                     "BIAS": spec.bias,
                     "PARTIAL": partial,
@@ -198,7 +212,7 @@ def _activation_variants(arch: str, spec: MoESpec, table: TileTable) -> Iterator
                 "B": b,
                 "C": c,
                 "PARTIAL": partial,
-                "FAST": arch.startswith("gfx") and HAS_INTRINSICS,
+                "FAST": fast_math(arch),
                 "DECODE": decode_flavour(arch),
             },
             {"num_warps": 4, "num_stages": 1},
@@ -212,7 +226,7 @@ def _combine_variants(arch: str, spec: MoESpec, table: TileTable) -> Iterator[Va
             "combine",
             variant_name("combine", partial=partial),
             _combine_kernels.combine,
-            f"{'*f32' if partial else '*bf16'} *i32 *f32 *i32 *i32 *i16 *bf16" + " i32" * 5,
+            f"{'*f32' if partial else '*bf16'} *i32 *f32 *i32 *i32 *i16 *bf16" + " i32" * 6,
             {
                 "E_LOCAL": spec.num_local_experts,
                 "TOP_K": spec.top_k,
