@@ -221,21 +221,17 @@ class VerdictStore:
         self._known[key.text] = verdict
         if not durable or self.folder is None:
             return
-        import tempfile
-
         text = json.dumps({"key": json.loads(key.text), "verdict": verdict.to_dict()}, indent=1)
-        beside = None
+        # A name of its own for every writer: on a shared file system two ranks may have one process id.
+        beside = self.folder / f".{key.file}.{os.getpid()}.{os.urandom(6).hex()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, beside = tempfile.mkstemp(prefix=f".{key.file}.", dir=self.folder)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(beside).replace(self.folder / key.file)  # ranks that write at once leave one whole file
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self.folder / key.file)  # ranks that write at once leave one whole file
         except OSError as error:
             _LOG.debug("verdicts stay in this process: %s cannot be written: %s", self.folder, error)
-            if beside is not None:
-                with suppress(OSError):
-                    Path(beside).unlink()
+            with suppress(OSError):
+                beside.unlink()
 
     def first_time(self, key: Key) -> bool:
         """Return True once a process and key: what is forced is run once, not for each of a model's layers."""
