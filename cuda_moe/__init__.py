@@ -6,4 +6,9 @@ Imports portamoe only; FlashInfer, CuteDSL and Triton are imported inside the fu
 from __future__ import annotations
 
 #: "module:attribute" of each backend; the modules import nothing heavy at top level.
-BACKENDS: tuple[str, ...] = ()
+BACKENDS: tuple[str, ...] = (
+    "cuda_moe.flashinfer_cutedsl:BACKEND",
+    "cuda_moe.flashinfer_cutedsl:ATOMIC",
+    "cuda_moe.flashinfer_trtllm:BACKEND",
+    "cuda_moe.flashinfer_cutlass:BACKEND",
+)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
+from portamoe import nvfp4
 from portamoe.decision import Accepted
 from portamoe.detection import detect
 from portamoe.dispatch import choose_verified
@@ -41,6 +42,9 @@ class RoutedExperts(nn.Module):
     canary:          "auto": a backend first proves its numbers on a small problem, where no verdict is cached; "force":
                      once more; "skip": never; default: $PORTAMOE_CANARY, else "auto"
 
+    NVFP4 weights that are a recode of MXFP4 are converted back, value by value the same, where only MXFP4 backends beat
+    `torch` on the device; `spec` then says mxfp4.
+
     The module is for inference and has no parameters, buffers or state_dict entries. It stays on its device: `.to()`
     of another one raises, a change of dtype leaves it as it is.
 
@@ -62,10 +66,11 @@ class RoutedExperts(nn.Module):
         canary: Literal["auto", "force", "skip"] | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
         self.max_tokens = _positive("max_tokens", max_tokens)
         self.device = _torch_device(device, weights)
         facts = detect().device(str(self.device))
+        spec, weights = nvfp4.served_as(spec, weights, facts, backend)
+        self.spec = spec
         chosen = choose_verified(spec, facts, backend, max_tokens=max_tokens, canary=canary)
         self.selection: Selection = chosen.selection
         self.backend: Backend = chosen.backend

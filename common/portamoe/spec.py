@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
@@ -125,6 +125,9 @@ KIMI_K3 = MoESpec(
     activation=SiTU(beta=4.0, linear_beta=25.0),
 )
 
+#: nvidia/Kimi-K3-NVFP4: the same weights recoded, activations quantised with the checkpoint's input scales.
+KIMI_K3_NVFP4 = replace(KIMI_K3, weight_format="nvfp4", activation_format="nvfp4")
+
 #: openai/gpt-oss-120b config: H = I = 2880, 128 experts, top-4, SwiGLU-OAI(1.702, 7), biases.
 GPT_OSS = MoESpec(
     hidden_size=2880,
@@ -135,11 +138,13 @@ GPT_OSS = MoESpec(
     bias=True,
 )
 
-PRESETS: Mapping[str, MoESpec] = MappingProxyType({"kimi-k3": KIMI_K3, "gpt-oss": GPT_OSS})
+PRESETS: Mapping[str, MoESpec] = MappingProxyType(
+    {"kimi-k3": KIMI_K3, "kimi-k3-nvfp4": KIMI_K3_NVFP4, "gpt-oss": GPT_OSS}
+)
 
 
 def load_spec(name_or_file: str) -> MoESpec:
-    """Return a preset by name ("kimi-k3", "gpt-oss") or read a JSON file of MoESpec's fields.
+    """Return a preset by name ("kimi-k3", "kimi-k3-nvfp4", "gpt-oss") or read a JSON file of MoESpec's fields.
 
     Raises ValueError if it is neither, or when the JSON does not describe a spec.
     """
