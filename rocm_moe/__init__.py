@@ -5,8 +5,10 @@ Imports portamoe only; AITER and Triton are imported inside the functions that l
 
 from __future__ import annotations
 
-#: "module:attribute" of each backend; the modules import nothing heavy at top level.
-BACKENDS: tuple[str, ...] = (
-    "rocm_moe.aiter_backend:BACKEND",
+from portamoe.backend import Announcement
+
+#: "module:attribute" of each backend, or an announcement; the modules import nothing heavy at top level.
+BACKENDS: tuple[str | Announcement, ...] = (
+    Announcement("rocm_moe.aiter_backend:BACKEND", "aiter", 100, ("amd",)),
     "rocm_moe.triton_unfused:BACKEND",
 )

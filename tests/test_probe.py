@@ -16,29 +16,40 @@ from portamoe.spec import GPT_OSS, KIMI_K3, MoESpec
 from tests.fake_backends import FakeBackend
 from tests.host_recordings import HOST_NAMES, HOSTS, device, recorded
 
-AMD_ORDER = ["aiter", "triton_unfused", "torch"]
-HOPPER_ORDER = ["triton_fused", "flashinfer_cutlass", "triton_unfused", "torch"]
-BLACKWELL_ORDER = ["flashinfer_trtllm", "triton_fused", "torch"]
+ON_AMD = ["triton_unfused", "torch"]
+ON_NVIDIA = ["triton_fused", "triton_unfused", "torch"]
 
-#: The order of preference on each host; the first that this library has registered is the one that must be chosen.
+#: What is accepted by whom on each host, best first; the first that this library has registered must be chosen.
 GOLDEN = {
-    ("lumi-g", "kimi-k3"): AMD_ORDER[1:],  # no AITER on gfx90a
-    ("lumi-g", "gpt-oss"): AMD_ORDER[1:],
-    ("lumi-g-one-gcd", "kimi-k3"): AMD_ORDER[1:],
+    ("lumi-g", "kimi-k3"): ON_AMD,  # no AITER on gfx90a
+    ("lumi-g", "gpt-oss"): ON_AMD,
+    ("lumi-g", "nvfp4"): ["torch"],
+    ("lumi-g-one-gcd", "kimi-k3"): ON_AMD,
     ("lumi-g-no-access", "kimi-k3"): ["torch"],  # the CPU
-    ("mi300x", "kimi-k3"): AMD_ORDER[1:],
-    ("mi300x", "gpt-oss"): AMD_ORDER[1:],
-    ("mi355x-aiter-0.1.20", "kimi-k3"): AMD_ORDER,
-    ("mi355x-aiter-impostor", "kimi-k3"): AMD_ORDER[1:],
-    ("mi355x-aiter-impostor", "gpt-oss"): AMD_ORDER[1:],
-    ("h200", "kimi-k3"): HOPPER_ORDER,
-    ("h200", "gpt-oss"): HOPPER_ORDER,
-    ("b300", "kimi-k3"): BLACKWELL_ORDER,
-    ("rubin-flashinfer-0.7.2", "kimi-k3"): BLACKWELL_ORDER,
+    ("mi300x", "kimi-k3"): ON_AMD,
+    ("mi300x", "gpt-oss"): ON_AMD,
+    ("mi355x-aiter-0.1.20", "kimi-k3"): ["aiter", *ON_AMD],
+    ("mi355x-aiter-0.1.20", "nvfp4"): ["torch"],
+    ("mi355x-aiter-impostor", "kimi-k3"): ON_AMD,
+    ("mi355x-aiter-impostor", "gpt-oss"): ON_AMD,
+    ("h200", "kimi-k3"): ON_NVIDIA,  # no FlashInfer there
+    ("h200", "gpt-oss"): ON_NVIDIA,
+    ("h200", "nvfp4"): ["torch"],
+    ("b300", "kimi-k3"): ON_NVIDIA,
+    ("b300", "nvfp4"): ["flashinfer_cutedsl", "torch"],
+    ("rubin-flashinfer-0.7.1", "kimi-k3"): ON_NVIDIA,
+    ("rubin-flashinfer-0.7.1", "nvfp4"): ["torch"],  # plain SwiGLU instead of SiTU, without an error
+    ("rubin-flashinfer-0.7.2", "kimi-k3"): ON_NVIDIA,
+    ("rubin-flashinfer-0.7.2", "nvfp4"): ["flashinfer_cutedsl", "torch"],
     ("cpu-only", "kimi-k3"): ["torch"],
     ("cpu-only", "gpt-oss"): ["torch"],
+    ("cpu-only", "nvfp4"): ["torch"],
 }
-SPECS = {"kimi-k3": KIMI_K3, "gpt-oss": GPT_OSS}
+SPECS = {
+    "kimi-k3": KIMI_K3,
+    "gpt-oss": GPT_OSS,
+    "nvfp4": replace(KIMI_K3, weight_format="nvfp4", activation_format="nvfp4"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +61,7 @@ def on(name: str, spec: MoESpec = KIMI_K3, device: int = 0) -> registry.Selectio
     return registry.choose(spec, recorded(name).devices[device])
 
 
-@pytest.mark.parametrize(("name", "spec"), GOLDEN, ids="-".join)
+@pytest.mark.parametrize(("name", "spec"), GOLDEN)
 def test_golden_selection(name, spec):
     registered = [backend.name for backend in registry.backends()]
     expected = next(backend for backend in GOLDEN[name, spec] if backend in registered)
@@ -58,7 +69,7 @@ def test_golden_selection(name, spec):
 
 
 def test_every_recorded_host_is_in_the_table():
-    assert {name for name, _ in GOLDEN} >= set(HOST_NAMES) - {"rubin-flashinfer-0.7.1"}
+    assert {name for name, _ in GOLDEN} == set(HOST_NAMES)
 
 
 def test_the_impostor_is_called_by_name():
@@ -112,7 +123,7 @@ ACTIVATIONS = (
 )
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids="-".join)
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
 @pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "bf16"])
 def test_something_serves_every_arch_activation_and_format(arch, weight_format):
     """At the least `torch`; every refusal names what was found and a way out or what it takes."""
@@ -345,7 +356,10 @@ def test_a_compiler_that_hangs_is_ended_with_its_parent(tmp_path, monkeypatch):
         "compiler.wait()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert str(try_import("compiling", 5)) == "timed out: no answer within 5 s"
+    for limit in (3, 10, 60):  # a busy machine may take longer to get as far as the compiler
+        assert try_import("compiling", limit).status == "timed out"
+        if (tmp_path / "pid").exists():
+            break
     status = Path("/proc", (tmp_path / "pid").read_text(), "status")
     # Ended; where nobody reaps orphans it stays as a zombie.
     assert not status.exists() or "State:\tZ" in status.read_text()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 
 import pytest
 
 from portamoe import registry
+from portamoe.backend import Announcement
 from portamoe.decision import Accepted, BackendRejected, Reason, Rejected
 from portamoe.registry import choose, choose_or_explain, decide, select
 from portamoe.spec import GPT_OSS, KIMI_K3
@@ -188,6 +191,28 @@ def test_a_plug_in_may_not_take_a_name(fresh, tmp_path, monkeypatch):
     assert "no other backend" in str(decisions["impostor"].reasons[0])
 
 
+def test_an_announced_backend_is_imported_only_for_its_vendors(fresh, tmp_path, monkeypatch):
+    source = PLUG_IN.format(name="late", priority=7)
+    for name, text in (("late_package", source), ("late_broken", "raise RuntimeError('no ROCm')")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    announcements = tuple(
+        Announcement(f"{module}:BACKEND", name, 7, ("amd", "nvidia"))
+        for module, name in (("late_package", "late"), ("late_broken", "broken"))
+    )
+    monkeypatch.setitem(sys.modules, "late_vendor", types.SimpleNamespace(BACKENDS=announcements))
+    monkeypatch.setattr(registry, "VENDOR_PACKAGES", ("late_vendor",))
+    on_cpu = {d.backend: d for d in decide(KIMI_K3, device("cpu", "cpu"))}
+    for name in ("late", "broken"):
+        assert str(on_cpu[name].reasons[0]) == "device: cpu (needs vendor amd or nvidia)"
+    assert "late_package" not in sys.modules
+    on_gpu = {d.backend: d for d in decide(KIMI_K3, device("amd", "gfx90a"))}
+    assert isinstance(on_gpu["late"], Accepted)
+    assert "RuntimeError: no ROCm" in str(on_gpu["broken"].reasons[0])
+    assert registry.named("late").name == "late"
+    assert registry.named("broken") is None
+
+
 def test_a_vendor_package_that_cannot_be_imported_is_a_reason(fresh, monkeypatch):
     monkeypatch.setattr(registry, "VENDOR_PACKAGES", ("no_such_vendor",))
     decisions = {d.backend: d for d in decide(KIMI_K3, device())}
@@ -195,8 +220,11 @@ def test_a_vendor_package_that_cannot_be_imported_is_a_reason(fresh, monkeypatch
 
 
 def test_every_announced_backend_of_this_library_loads(fresh):
-    broken = [b for b in registry.backends() if isinstance(b, registry.Broken)]
-    assert broken == []
+    for backend in registry.backends():
+        loaded = registry.named(backend.name)
+        assert loaded is not None, backend
+        # What is announced without an import is what the module says.
+        assert (loaded.name, loaded.package, loaded.priority) == (backend.name, backend.package, backend.priority)
     assert len({b.name for b in registry.backends()}) == len(registry.backends())
     assert {b.package for b in registry.backends()} <= {"portamoe", "rocm_moe", "cuda_moe"}
 

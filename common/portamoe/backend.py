@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from portamoe.decision import Reason
-    from portamoe.device import Device
+    from portamoe.device import Device, Vendor
     from portamoe.spec import MoESpec
     from portamoe.weights import ExpertSource
 
@@ -36,6 +36,21 @@ class WarmUpReport:
 
     binaries: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A backend for the devices of some vendors, as a package's BACKENDS may name it instead of "module:attribute".
+
+    name, priority:  as the backend itself has them
+    vendors:         "amd", "nvidia", "cpu"; devices of others are refused without importing the module, which keeps
+                     `import portamoe` cheap
+    """
+
+    target: str
+    name: str
+    priority: int
+    vendors: tuple[Vendor, ...]
 
 
 class Backend(Protocol):

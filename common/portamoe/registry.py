@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portamoe import verdicts
+from portamoe.backend import Announcement
+from portamoe.checks import vendor_reason
 from portamoe.decision import Accepted, BackendRejected, Decision, Reason, Rejected
 from portamoe.detection import DetectionError, detect
 from portamoe.detection.distributions import entry_points
@@ -40,6 +42,29 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class Deferred:
+    """A backend that is imported when a device of its vendors is asked about."""
+
+    announcement: Announcement
+    package: str
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self.announcement.name
+
+    @property
+    def priority(self) -> int:
+        """The backend's priority."""
+        return self.announcement.priority
+
+    @functools.cached_property
+    def loaded(self) -> Backend | Broken:
+        """The backend, imported at first use."""
+        return _load(self.announcement.target, self.name, self.package)
+
+
+@dataclass(frozen=True)
 class Selection:
     """The choice for a spec on a device: `name` of the chosen backend or None, why, and every decision."""
 
@@ -54,14 +79,11 @@ class Selection:
 
 
 @functools.cache
-def backends() -> tuple[Backend | Broken, ...]:
+def backends() -> tuple[Backend | Deferred | Broken, ...]:
     """Return all announced backends, highest priority first, ties by name; the unusable ones last."""
-    found: list[Backend | Broken] = []
+    found: list[Backend | Deferred | Broken] = []
     for target, label, package in _announced():
-        if isinstance(target, Broken):
-            found.append(target)
-            continue
-        backend = _load(target, label, package)
+        backend = target if isinstance(target, Broken | Deferred) else _load(target, label, package)
         if any(backend.name == other.name for other in found):
             taken = Reason("name", backend.name, "a name that no other backend has", f"rename it in {package}")
             backend = Broken(label, package, taken)
@@ -69,16 +91,20 @@ def backends() -> tuple[Backend | Broken, ...]:
     return tuple(sorted(found, key=lambda b: (isinstance(b, Broken), -getattr(b, "priority", 0), b.name)))
 
 
-def _announced() -> list[tuple[str | Broken, str, str]]:
+def _announced() -> list[tuple[str | Deferred | Broken, str, str]]:
     """Return (target, label, package) of every backend: the core's, the vendor packages', the plug-ins'."""
-    out: list[tuple[str | Broken, str, str]] = [(t, _label(t), "portamoe") for t in CORE_BACKENDS]
+    out: list[tuple[str | Deferred | Broken, str, str]] = [(t, _label(t), "portamoe") for t in CORE_BACKENDS]
     for package in VENDOR_PACKAGES:
         try:
             targets = importlib.import_module(package).BACKENDS
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor package may throw anything
             out.append((Broken(package, package, _import_reason(package, error)), package, package))
         else:
-            out += [(target, _label(target), package) for target in targets]
+            for target in targets:
+                if isinstance(target, Announcement):
+                    out.append((Deferred(target, package), target.name, package))
+                else:
+                    out.append((target, _label(target), package))
     for name, target in sorted(entry_points(ENTRY_POINT_GROUP)):
         out.append((target, name, target.partition(":")[0].partition(".")[0]))
     return out
@@ -113,7 +139,11 @@ def decide(spec: MoESpec, device: Device) -> tuple[Decision, ...]:
     return tuple(_decide_one(backend, spec, device) for backend in backends())
 
 
-def _decide_one(backend: Backend | Broken, spec: MoESpec, device: Device) -> Decision:
+def _decide_one(backend: Backend | Deferred | Broken, spec: MoESpec, device: Device) -> Decision:
+    if isinstance(backend, Deferred):
+        if reason := vendor_reason(device, *backend.announcement.vendors):
+            return Rejected(backend.name, backend.package, (reason,))
+        backend = backend.loaded
     if isinstance(backend, Broken):
         return Rejected(backend.name, backend.package, (backend.reason,))
     try:
@@ -209,4 +239,7 @@ def select(spec: MoESpec, device: Device, backend: str | None = None) -> Backend
 
 def named(name: str | None) -> Backend | None:
     """Return the usable backend of that name, None if there is none."""
-    return next((b for b in backends() if b.name == name and not isinstance(b, Broken)), None)
+    found = next((backend for backend in backends() if backend.name == name), None)
+    if isinstance(found, Deferred):
+        found = found.loaded
+    return None if isinstance(found, Broken) else found
