@@ -133,11 +133,16 @@ def predicted(requests: int, tokens: int, report: dict[str, Any]) -> tuple[float
     return ends[0], ends[1]
 
 
+def tables(report: dict[str, Any]) -> str:
+    """Return both tables as Markdown."""
+    return "\n".join([*expert_table(report), "", *prediction_table(report)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", default=REPORT)
     report = json.loads(parser.parse_args().report.read_text(encoding="utf-8"))
-    print("\n".join([*expert_table(report), "", *prediction_table(report)]))
+    print(tables(report))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,18 @@ def text(report: dict[str, Any]) -> str:
     )
     parts = [head, code_table(report), loop_table(report), bound_table(report), call_table(report), verdict(report)]
     return "\n".join(parts) + "\n"
+
+
+def json_text(report: dict[str, Any]) -> str:
+    """Return the JSON form with one kernel or call a line, so that differences can be read."""
+    out = []
+    for key, value in report.items():
+        if isinstance(value, list) and value:
+            lines = ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in value)
+            out.append(f' "{key}": [\n  {lines}\n ]')
+        else:
+            out.append(f' "{key}": {json.dumps(value, ensure_ascii=False)}')
+    return "{\n" + ",\n".join(out) + "\n}\n"
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -80,7 +80,7 @@ def violations(kernel: dict[str, Any]) -> list[str]:
     Rules: it compiles; no spill, no scratch; LDS within the limit; a workgroup fits a compute unit; a GEMM has
     matrix instructions, and its decode tiles take weights from global memory to registers without LDS.
     """
-    where = f"{kernel['arch']} {kernel['name']}"
+    where = f"{kernel['arch']} {kernel['name']} [{','.join(kernel['specs'])}]"
     if "error" in kernel:
         return [f"{where}: does not compile: {kernel['error']}"]
     code = Code.from_dict(kernel["code"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import lumi_prediction
 from benchmarks.isa import render, rows
 from benchmarks.isa.calls import call_rows
 from rocm_moe import isa
@@ -59,7 +60,7 @@ def test_every_rule_can_be_broken(broken: dict[str, Any], message: str) -> None:
 def test_weights_through_lds_are_found() -> None:
     # 4 waves x 64 lanes x 8 bytes are 2048; two MFMA of 16 x 16 x 16 a wave cover 32 of K: 1024 bytes of activations.
     found = rows.violations(kernel(tile={"rows": 16, "columns": 64, "depth": 128}))
-    assert found == ["gfx90a gemm1-test: weights pass through LDS (2048 bytes written a step)"]
+    assert found == ["gfx90a gemm1-test [EP8]: weights pass through LDS (2048 bytes written a step)"]
     assert rows.violations(kernel(tile={"rows": 64, "columns": 64, "depth": 128})) == []
 
 
@@ -116,6 +117,12 @@ def test_whole_calls_cover_every_shard_and_never_launch_more_than_six(path: Path
     assert {(c["shard"], c["tokens"]) for c in calls} >= {(s, t) for s in ("EP8", "TP8", "EP32") for t in (1, 4, 16)}
     assert all(call["launches"] <= 6 for call in calls)
     assert call_rows(report["arch"], report["kernels"], load_table(report["arch"], {})) == calls
+
+
+def test_prediction_holds_the_tables_that_follow_from_the_report() -> None:
+    report = json.loads(lumi_prediction.REPORT.read_text(encoding="utf-8"))
+    text = (ROOT / "docs/lumi-prediction.md").read_text(encoding="utf-8")
+    assert lumi_prediction.tables(report) in text
 
 
 @pytest.mark.parametrize("path", EMULATED, ids=lambda path: path.stem)
