@@ -9,7 +9,7 @@ DATA := tests/data/kimi-k3-tiny
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint format test-kernels test-containers clean env-run env-test env-dev
+.PHONY: run test lint format test-kernels test-flashinfer test-containers clean env-run env-test env-dev
 
 run: env-run
 	$(BIN)/portamoe probe capabilities
@@ -26,6 +26,10 @@ test-kernels: env-test
 # Lints, builds and runs the images. Needs root and apt, which it uses to install the container tools.
 test-containers:
 	bash docker/ci/test-containers.sh
+
+# Compares the adapters with the real FlashInfer, the pinned release and the newest, in an environment of their own.
+test-flashinfer: env-test
+	$(BIN)/python tests/flashinfer/contract/environment.py 0.7.2.post1 newest
 
 lint: env-dev
 	$(BIN)/ruff check .

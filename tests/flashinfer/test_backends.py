@@ -202,9 +202,9 @@ def test_the_tiny_mxfp4_checkpoint(install, name):
     assert_close(y, data["y_ref"], roundings=4)
 
 
-def test_betas_that_are_dropped_are_caught_by_the_numbers(install):
+def test_betas_that_are_dropped_are_caught_by_the_numbers():
     for name in ("cutedsl_w4a4", "trtllm_mxfp8", "cutlass_w4a16"):
-        backend, spec, _ = mode(name)
+        _, spec, _ = mode(name)
         problem = one_scale(make_problem(spec, 9))
         truth = problem.reference()
         swiglu = dataclasses.replace(problem, spec=dataclasses.replace(spec, activation=SwiGLU())).reference()
@@ -287,7 +287,8 @@ def test_the_atomic_variant_is_another_backend(install, calls):
     assert ATOMIC.name != CUTEDSL.name
     assert ATOMIC.only_on_request(spec, None) is not None
     assert CUTEDSL.only_on_request(spec, None) is None
-    assert FlashInferCuteDsl().deterministic and not ATOMIC.deterministic
+    assert FlashInferCuteDsl().deterministic
+    assert not ATOMIC.deterministic
 
 
 def test_scales_of_trtllm(install, calls):
