@@ -5,10 +5,12 @@ Imports portamoe only; FlashInfer, CuteDSL and Triton are imported inside the fu
 
 from __future__ import annotations
 
-#: "module:attribute" of each backend; the modules import nothing heavy at top level.
-BACKENDS: tuple[str, ...] = (
-    "cuda_moe.flashinfer_cutedsl:BACKEND",
-    "cuda_moe.flashinfer_cutedsl:ATOMIC",
-    "cuda_moe.flashinfer_trtllm:BACKEND",
-    "cuda_moe.flashinfer_cutlass:BACKEND",
+from portamoe.backend import Announcement
+
+#: Name and priority are those of the backend itself; the modules import nothing heavy at top level.
+BACKENDS: tuple[str | Announcement, ...] = (
+    Announcement("cuda_moe.flashinfer_cutedsl:BACKEND", "flashinfer_cutedsl", 95, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer_cutedsl:ATOMIC", "flashinfer_cutedsl_atomic", 94, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer_trtllm:BACKEND", "flashinfer_trtllm", 90, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer_cutlass:BACKEND", "flashinfer_cutlass", 70, ("nvidia",)),
 )
