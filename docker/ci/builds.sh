@@ -78,22 +78,18 @@ build_rocm() {
     equals PYTORCH_ROCM_ARCH "$(run_image portamoe-rocm printenv PYTORCH_ROCM_ARCH)" gfx90a
     refuse "torch has no code for ROCM_ARCH" 'has no code for gfx950' \
         build_image rocm localhost/refused localhost/stub-rocm --build-arg 'ROCM_ARCH=gfx90a;gfx950'
-    refuse "the base has no torch" 'this base has no torch' build_image rocm localhost/refused localhost/base
+    make_stub no-torch --triton-name pytorch-triton-rocm
+    refuse "the base has no torch" 'this base has no torch' build_image rocm localhost/refused localhost/stub-no-torch
 }
 
 build_cuda() {
     LAYERS=yes
     say "CUDA image over a stub base"
-    local stub folder
+    local folder=$WORK/stub-cuda/rootfs/usr/local/cuda/bin
+    mkdir -p "$folder"
     python3 -m zipfile --extract "$WORK"/nvcc/*.whl "$WORK/nvcc"
-    for stub in cuda cuda-old; do
-        folder=$WORK/stub-$stub/rootfs/usr/local/cuda/bin
-        mkdir -p "$folder"
-        install -m 0755 "$WORK"/nvcc/nvidia/cu1*/bin/ptxas "$folder/"
-    done
+    install -m 0755 "$WORK"/nvcc/nvidia/cu1*/bin/ptxas "$folder/"
     make_stub cuda --torch 2.14.1+cu132 --triton-name triton --cuda 13.2 --archs 'sm_80 sm_90 sm_100 sm_120 compute_120'
-    make_stub cuda-old --torch 2.14.1+cu132 --triton-name triton --cuda 13.2 --archs 'sm_90a sm_100a sm_120 compute_120'
-    make_stub cuda-no-ptxas --torch 2.14.1+cu132 --triton-name triton --cuda 13.2 --archs 'sm_100'
     build_image cuda localhost/portamoe-cuda-install localhost/stub-cuda --target install || fail "Dockerfile.cuda, install"
     build_image cuda localhost/portamoe-cuda localhost/stub-cuda || fail "Dockerfile.cuda"
     same_torch portamoe-cuda-install stub-cuda
@@ -102,8 +98,13 @@ build_cuda() {
     probe_image portamoe-cuda
     equals "Triton's two variables" "$(run_image portamoe-cuda printenv TRITON_PTXAS_PATH TRITON_PTXAS_BLACKWELL_PATH)" \
         $'/usr/local/cuda/bin/ptxas\n/usr/local/cuda/bin/ptxas'
+    # Laid over the stub's files, so that the steps before the check need not run again.
+    printf 'def _cuda_getArchFlags():\n    return "sm_90a sm_100a sm_120 compute_120"\n' >"$WORK/_C.py"
     refuse "a 10.7 device can load nothing of torch" 'can load nothing of torch' \
-        build_image cuda localhost/refused localhost/stub-cuda-old
-    refuse "the base has no ptxas for sm_107" 'ptxas does not exist' \
-        build_image cuda localhost/refused localhost/stub-cuda-no-ptxas
+        build_image cuda localhost/refused localhost/stub-cuda \
+        --volume "$WORK/_C.py:/opt/venv/lib/python$BASE_PYTHON/site-packages/torch/_C.py:ro"
+    printf '#!/bin/sh\necho "release 13.3, not defined for option gpu-name"\nexit 1\n' >"$WORK/ptxas"
+    chmod 0755 "$WORK/ptxas"
+    refuse "ptxas does not know sm_107" 'does not assemble for sm_107' \
+        build_image cuda localhost/refused localhost/stub-cuda --volume "$WORK/ptxas:/usr/local/cuda/bin/ptxas:ro"
 }

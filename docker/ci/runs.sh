@@ -72,7 +72,11 @@ run_cpu() {
         --expected /data/expected/layer_1.safetensors --backend torch)
     for uid in 10001:10001 54321:0 1000650000:1000650000; do
         FLAGS=(--tmpfs /tmp --user "$uid" --volume "$ROOT/$data:/data:ro")
-        run_image portamoe-cpu "${arguments[@]}" || fail "run as $uid"
+        output=$(run_image portamoe-cpu "${arguments[@]}" 2>"$WORK/stderr") || {
+            cat "$WORK/stderr" >&2
+            fail "run as $uid"
+        }
+        [[ $output == *passed* ]] || fail "run as $uid did not compare its result: $output"
         pass "run on $data as $uid: read-only, no network, no capabilities"
     done
     # The environment in which it ran is what was asked for.

@@ -109,11 +109,10 @@ download_wheels() {
 
 make_base_and_wheels() {
     say "Debian base and packages"
-    local version
     make_base || fail "mmdebstrap could not make the base"
-    version=$(tar --list --file "$WORK/base.tar" | grep -oP '^\./usr/bin/python3\.\K\d+$') || fail "the base has no python3"
-    download_wheels "3.$version"
-    pass "base $(du -hL "$WORK/base.tar" | cut -f 1), Python 3.$version, $(find "$WORK/wheels" -name '*.whl' | wc -l) wheels"
+    BASE_PYTHON=$(tar --list --file "$WORK/base.tar" | grep -oP '^\./usr/bin/python\K3\.\d+$') || fail "the base has no python3"
+    download_wheels "$BASE_PYTHON"
+    pass "base $(du -hL "$WORK/base.tar" | cut -f 1), Python $BASE_PYTHON, $(find "$WORK/wheels" -name '*.whl' | wc -l) wheels"
     podman import --quiet "$WORK/base.tar" localhost/base >/dev/null || fail "the base could not be imported"
 }
 

@@ -9,6 +9,7 @@ import types
 import zipfile
 from pathlib import Path
 
+import packaging.requirements  # noqa: F401 - the base below has no packaging of its own
 import pytest
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
@@ -157,3 +158,14 @@ def test_snapshot_sees_an_added_triton(base: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 3.9.0\n")
     assert install.difference(before, install.snapshot()) == ["triton"]
+
+
+def test_torch_that_is_too_old_for_portamoe_is_named(base: Path) -> None:
+    info = base / "portamoe-0.1.0.dist-info"
+    info.mkdir()
+    needs = "Name: portamoe\nVersion: 0.1.0\nRequires-Dist: torch>={}\nRequires-Dist: x; extra == 'y'\n"
+    (info / "METADATA").write_text(needs.format("2.6"))
+    install.check_requirements()
+    (info / "METADATA").write_text(needs.format("2.10"))
+    with pytest.raises(SystemExit, match=r"portamoe needs torch>=2.10, but this base has torch 2.9.1\+rocm6.4"):
+        install.check_requirements()

@@ -20,16 +20,16 @@ EXTENSION = "def _cuda_getArchFlags():\n    return {archs!r}\n"
 def main() -> None:
     """Write both distributions into this Python's site-packages."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--torch", required=True, metavar="VERSION")
+    parser.add_argument("--torch", metavar="VERSION", help="default: the base has Triton only")
     parser.add_argument("--triton-name", required=True, metavar="DISTRIBUTION")
-    parser.add_argument("--archs", required=True)
+    parser.add_argument("--archs", default="")
     parser.add_argument("--hip")
     parser.add_argument("--cuda")
     args = parser.parse_args()
-    values = vars(args)
-    sources = {"__init__.py": TORCH, "version.py": VERSION, "_C.py": EXTENSION}
-    files = {f"torch/{name}": text.format(**values) for name, text in sources.items()}
-    write("torch", args.torch, files, requires="portamoe-absent-vendor-runtime")
+    if args.torch:
+        sources = {"__init__.py": TORCH, "version.py": VERSION, "_C.py": EXTENSION}
+        files = {f"torch/{name}": text.format(**vars(args)) for name, text in sources.items()}
+        write("torch", args.torch, files, requires="portamoe-absent-vendor-runtime")
     write(args.triton_name, "3.5.1", {"triton/__init__.py": "__version__ = '3.5.1'\n"})
 
 
