@@ -1,4 +1,4 @@
-"""The command line: `portamoe probe`, `portamoe run`, `portamoe verify`.
+"""The command line: `portamoe probe`, `portamoe run`, `portamoe verify`, `portamoe bench`.
 
 Each command is a module of this package with `add_parser(subparsers)` and `execute(args) -> int` (the exit code).
 """
@@ -17,7 +17,7 @@ from portamoe.decision import BackendRejected
 from portamoe.detection import DetectionError
 
 #: Module names in this package; each is its command's name too.
-COMMANDS = ("probe", "run", "verify")
+COMMANDS = ("probe", "run", "verify", "bench")
 
 OK, REJECTED, USAGE, DETECTION_FAILED = 0, 1, 2, 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
