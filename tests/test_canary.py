@@ -116,6 +116,16 @@ def test_each_activation_is_told_from_every_alternative(activation):
             assert named == name or error_metrics(known.others[named], other).rms < 1e-3
 
 
+def test_a_right_result_is_four_times_nearer_to_the_reference(monkeypatch):
+    """Also where a wide tolerance would let it pass: a little less than a fifth of the way is near enough."""
+    monkeypatch.setattr(canary, "assert_close", lambda *_, **__: None)
+    known, rows = references(SPEC, CPU), torch.arange(canary.TOKENS)
+    other = known.others["SwiGLU"]
+    judge(torch.lerp(known.truth, other, 0.19), rows, replace(known, others={"SwiGLU": other}), "bf16_1")
+    with pytest.raises(CanaryFault, match="cannot be told from SwiGLU, asked for SiTU: relative RMS"):
+        judge(torch.lerp(known.truth, other, 0.21), rows, replace(known, others={"SwiGLU": other}), "bf16_1")
+
+
 @pytest.mark.parametrize("activation_format", ["mxfp8", "mxfp4", "nvfp4"])
 def test_quantised_activations_are_compared_with_the_quantised_reference(activation_format):
     weight_format = "nvfp4" if activation_format == "nvfp4" else "mxfp4"
