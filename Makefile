@@ -35,7 +35,7 @@ lint: env-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=common:. $(BIN)/lint-imports
 
 format: env-dev
