@@ -11,6 +11,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portamoe.checks import (
+    cache_reason,
+    memory_reason,
+    present,
+    torch_reason,
+    triton_reason,
+    vendor_reason,
+    weight_bytes,
+)
 from portamoe.decision import Reason
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 
 #: tl.inline_asm_elementwise, tl.gather and launch_pdl as they are used here.
 LEAST_TRITON = "3.3"
+LEAST_TORCH = "2.6"
 MOST_SLOTS = 32
 MOST_LOCAL_EXPERTS = 4096
 BF16_MULTIPLE = 16
@@ -40,10 +50,16 @@ class TritonFused:
 
     batch_invariant: a token's result is bitwise the same whatever the batch and the window; one kind of matrix
     instruction serves every size, and few tokens pay for tiles of 32.
+    graph_safe, deterministic:  the same inputs give the same bits, in a graph or not, whatever max_local_rows is
+    roundings:  4 is the class; three are made: h, GEMM2's rows (float32 up to 16 tokens) and the result
     """
 
     batch_invariant: bool = False
     package: str = "cuda_moe"
+    graph_safe: bool = True
+    deterministic: bool = True
+    roundings: int = 4
+    x_dtypes: tuple[str, ...] = ("bfloat16",)
 
     @property
     def name(self) -> str:
@@ -57,7 +73,14 @@ class TritonFused:
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:
         """Return every reason why `spec` cannot be served on `device`."""
-        reasons = list(_device_reasons(device))
+        reasons = present(
+            vendor_reason(device, "nvidia"),
+            _capability_reason(device),
+            torch_reason(device, LEAST_TORCH),
+            triton_reason(device.host, LEAST_TRITON),
+            cache_reason(device.host, "TRITON_CACHE_DIR"),
+            memory_reason(weight_bytes(spec), device),
+        )
         if spec.weight_format not in {"mxfp4", "bf16"}:
             reasons.append(Reason("weight format", spec.weight_format, "mxfp4 or bf16", "use a flashinfer backend"))
         if spec.activation_format != "bf16":
@@ -148,22 +171,11 @@ class TritonFused:
             call.launch(x, topk_ids, topk_weights, workspace, out)
 
 
-def _device_reasons(device: Device) -> list[Reason]:
-    reasons = []
+def _capability_reason(device: Device) -> Reason | None:
     capability = device.capability
-    if device.vendor != "nvidia" or capability is None:
-        reasons.append(Reason("device", device.arch, "an NVIDIA GPU", "use triton_unfused or torch"))
-    elif capability < (8, 0):
-        reasons.append(Reason("compute capability", device.arch, "sm_80", "bf16 matrix instructions start there"))
-    version = device.host.distributions.get("triton") or device.host.distributions.get("pytorch-triton")
-    if version is None:
-        reasons.append(Reason("triton", "not installed", f">= {LEAST_TRITON}", "pip install triton"))
-    else:
-        from packaging.version import Version
-
-        if Version(version).release < Version(LEAST_TRITON).release:
-            reasons.append(Reason("triton", version, f">= {LEAST_TRITON}", "pip install -U triton"))
-    return reasons
+    if device.vendor != "nvidia" or (capability is not None and capability >= (8, 0)):
+        return None
+    return Reason("compute capability", device.arch, ">= sm_80", "bf16 matrix instructions start there; use torch")
 
 
 BACKEND = TritonFused()

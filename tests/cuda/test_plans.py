@@ -105,8 +105,9 @@ def test_tiles_divide_k(k):
 
 
 def _device(arch="sm_90", triton="3.6.0"):
-    distributions = {"triton": triton} if triton else {}
-    return Device("nvidia", arch, 0, "test", Host("x86_64", "3.12", distributions=distributions))
+    torch_build = {"version": "2.11.0+cu130", "hip": None, "cuda": "13.0"}
+    host = Host("x86_64", "3.12", torch=torch_build, vendor={"triton": triton})
+    return Device("nvidia", arch, 0, "test", host)
 
 
 def test_check_names_what_is_wrong():
@@ -120,8 +121,8 @@ def test_check_names_what_is_wrong():
     assert "mxfp8" in str(BACKEND.check(replace(EP8, activation_format="mxfp8"), _device())[0])
     odd = replace(EP8, weight_format="bf16", hidden_size=50)
     assert "multiple of 16" in str(BACKEND.check(odd, _device())[0])
-    cpu = Device("cpu", "cpu", 0, "cpu", Host("x86_64", "3.12", distributions={"triton": "3.9.0"}))
-    assert "NVIDIA" in str(BACKEND.check(EP8, cpu)[0])
+    cpu = Device("cpu", "cpu", 0, "cpu", Host("x86_64", "3.12", vendor={"triton": "3.9.0"}))
+    assert "vendor nvidia" in str(BACKEND.check(EP8, cpu)[0])
 
 
 def test_the_invariant_variant_is_only_for_those_who_ask():
