@@ -25,11 +25,11 @@ from rocm_moe._decode_kernels import (
 
 
 @triton.jit
-def store_rows(acc, out, bias, flags, row_exponents, expert, columns, row, stored, capacity, N: tl.constexpr,
-               BIAS: tl.constexpr, PARTIAL: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
+def store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, stored, capacity, N: tl.constexpr,
+               BN: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
     """Undo the exponents that decoding left, add the bias (in split 0) and write acc [BN, BM] to rows of `out`."""
-    inside = columns < N
     split = tl.program_id(1)
+    inside = columns < N
     acc *= undo_factor(DECODE)
     if tl.load(flags + expert) != 0:
         # Rare: rows with scales near the end of the range were stored smaller by a power of two; 255 marks NaN.
@@ -40,10 +40,16 @@ def store_rows(acc, out, bias, flags, row_exponents, expert, columns, row, store
         b = tl.load(bias + expert * N + columns, mask=inside, other=0.0)
         acc += tl.where(split == 0, b, 0.0)[:, None]
     block = tl.trans(acc)
-    target = out + row[:, None].to(tl.int64) * N + columns[None, :]
-    mask = stored[:, None] & inside[None, :]
+    # One 64-bit base, 32-bit offsets within the tile.
+    base = out + first.to(tl.int64) * N
     if PARTIAL:
-        tl.store(target + split.to(tl.int64) * capacity * N, block, mask=mask)
+        base += split.to(tl.int64) * capacity * N
+    target = base + (m[:, None] * N + columns[None, :])
+    mask = stored[:, None]
+    if N % BN != 0:
+        mask = mask & inside[None, :]
+    if PARTIAL:
+        tl.store(target, block, mask=mask)
     else:
         tl.store(target, round_to_bf16(block, DECODE), mask=mask)
 
@@ -108,11 +114,14 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
         source = tl.load(row_source + row)
     x_rows = x + source[:, None].to(tl.int64) * K
 
-    # The last brick row is read again where BN does not divide N: nothing is masked in the loop.
-    brick = tl.minimum(n_tile * (BN // 16) + tl.arange(0, BN // 16), N // 16 - 1)
+    brick = n_tile * (BN // 16) + tl.arange(0, BN // 16)
     columns = n_tile * BN + tl.arange(0, BN)
-    brick_of = tl.minimum(columns // 16, N // 16 - 1)
-    lane = columns % 16
+    brick_of = n_tile * (BN // 16) + tl.arange(0, BN) // 16
+    if N % BN != 0:
+        # The last brick row is read again where BN does not divide N: nothing is masked in the loop.
+        brick = tl.minimum(brick, N // 16 - 1)
+        brick_of = tl.minimum(brick_of, N // 16 - 1)
+    lane = tl.arange(0, BN) % 16
     expert_words = weights + expert * (N * K // 8)
 
     acc = tl.zeros((BN, BM), tl.float32)
@@ -120,9 +129,10 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
     if BLOCKS > 0:
         begin = split * steps
         end = tl.minimum(begin + steps, BLOCKS)
-        w = expert_words + brick[:, None] * (BLOCKS * 256) + begin * 256 + tl.arange(0, 256)[None, :]
-        s = scales + expert * (N * K // 128) + brick_of * (BLOCKS * 16) + begin * 16 + lane
-        a = x_rows + begin * 128 + (c // 8 * 32 + c % 8)[None, :]
+        # 64-bit bases are scalars, offsets of lanes have 32 bits: address arithmetic on lanes is what costs.
+        w = (expert_words + begin * 256) + (brick[:, None] * (BLOCKS * 256) + tl.arange(0, 256)[None, :])
+        s = (scales + expert * (N * K // 128) + begin * 16) + (brick_of * (BLOCKS * 16) + lane)
+        a = x_rows + (begin * 128 + (c // 8 * 32 + c % 8))[None, :]
         for i in range(0, end - begin, UNROLL):
             for u in tl.static_range(UNROLL):
                 exponent = exponent_twice(tl.load(s + u * 16), DECODE)
@@ -148,7 +158,7 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
             acc = multiply_tail(acc, expert_words + N * BLOCKS * 16 + brick[:, None] * (TAIL * 64),
                                 scale_bytes + expert * (N * K // 32) + N * BLOCKS * 4 + brick_of * (TAIL * 16) + lane,
                                 x_rows + BLOCKS * 128, TAIL, DECODE)  # fmt: skip
-    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first + m, m < rows, capacity, N, BIAS, PARTIAL,
+    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, m < rows, capacity, N, BN, BIAS, PARTIAL,
                DECODE)  # fmt: skip
 
 
@@ -231,11 +241,11 @@ def multiply_rows(x, weights, scales, scale_bytes, bias, flags, row_exponents, r
                     more32 = tl.load(more_of_x + k32, mask=more_there, other=0.0)
                     more_acc = tl.dot(numbers32, tl.trans(more32), more_acc)
     columns = n_tile * BN + tl.arange(0, BN)
-    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first + m, m < rows, capacity, N, BIAS, PARTIAL,
+    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, m < rows, capacity, N, BN, BIAS, PARTIAL,
                DECODE)  # fmt: skip
     if MORE > 0:
-        store_rows(more_acc, out, bias, flags, row_exponents, expert, columns, first + more, more < rows, capacity, N,
-                   BIAS, PARTIAL, DECODE)  # fmt: skip
+        store_rows(more_acc, out, bias, flags, row_exponents, expert, columns, first, more, more < rows, capacity, N,
+                   BN, BIAS, PARTIAL, DECODE)  # fmt: skip
 
 
 @triton.jit

@@ -150,7 +150,7 @@ def _align_variants(spec: MoESpec) -> Iterator[Variant]:
                 "TOKENS": TOKENS_A_BLOCK,
                 "TILES": TILES_A_BLOCK,
             },
-            {"num_warps": 4, "num_stages": 1},
+            {"num_warps": 8, "num_stages": 1},
             unaligned=("ids", "weights"),
         )
 
