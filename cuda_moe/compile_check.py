@@ -51,7 +51,7 @@ def check_target(
     for source, count in sources.items():
         cubin = compile_kernel(source, capability).asm["cubin"]
         row = {"kernel": source.name, "tokens": count, "registers": sass.resources(cubin).registers}
-        rows.append({**row, "problems": sass.problems(cubin)})
+        rows.append({**row, "problems": sass.problems(cubin, capability)})
     return rows
 
 

@@ -125,13 +125,14 @@ def wgmma_loops(sass: str) -> list[Loop]:
     return loops
 
 
-def problems(cubin: bytes) -> list[str]:
-    """Return what speaks against a compiled kernel: spills, and wgmma operands overwritten in flight."""
+def problems(cubin: bytes, capability: int) -> list[str]:
+    """Return what speaks against a compiled kernel: spills, and on Hopper wgmma operands overwritten in flight."""
     found = []
     taken = resources(cubin)
     if taken.local or taken.stack:
         found.append(f"{taken.local} bytes of local memory and {taken.stack} of stack a thread: it spills")
-    for loop in wgmma_loops(disassemble(cubin)):
+    # Only Hopper has wgmma; the disassembler that Triton brings does not know every later target.
+    for loop in wgmma_loops(disassemble(cubin)) if capability // 10 == 9 else []:
         if loop.hazards:
             at, write = loop.hazards[0]
             found.append(f"{len(loop.hazards)} writes to operands in flight, first {write:#x} (wgmma {at:#x})")
