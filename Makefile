@@ -9,7 +9,7 @@ DATA := tests/data/kimi-k3-tiny
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint format test-kernels test-flashinfer test-containers clean env-run env-test env-dev
+.PHONY: run test lint format test-kernels test-flashinfer test-flashinfer-kernels test-containers clean env-run env-test env-dev
 
 run: env-run
 	$(BIN)/portamoe probe capabilities
@@ -30,6 +30,10 @@ test-containers:
 # Compares the adapters with the real FlashInfer, the pinned release and the newest, in an environment of their own.
 test-flashinfer: env-test
 	$(BIN)/python tests/flashinfer/contract/environment.py 0.7.2.post1 newest
+
+# Compiles FlashInfer's CuteDSL kernel with SiTU for SM100, SM103 and SM107 after that; minutes, no GPU, not in CI.
+test-flashinfer-kernels: test-flashinfer
+	$(VENV)/flashinfer/bin/python tests/flashinfer/contract/compile_kernels.py
 
 lint: env-dev
 	$(BIN)/ruff check .
