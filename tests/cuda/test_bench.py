@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from portamoe import registry  # noqa: E402
 from portamoe.cli import _measure, bench, main  # noqa: E402
 
 REPORT = {
@@ -55,3 +58,43 @@ def test_unknown_case_and_count_are_refused():
         bench._case("nothing")
     with pytest.raises(ValueError, match="positive"):
         bench._count("0")
+
+
+class Report:
+    def lines(self):
+        return ["stream 1.3 TB/s"]
+
+    def to_dict(self):
+        return {"stream": 1.3}
+
+
+class Measuring:
+    """A backend with limits to measure and no tiles."""
+
+    name = "measuring"
+
+    def measure_limits(self, spec, device):
+        assert (spec.hidden_size, str(device)) == (2880, "cuda:0")
+        return Report()
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(registry, "named", lambda name: Measuring() if name == "measuring" else None)
+
+
+def test_limits_are_the_backends_own(measuring, capsys, tmp_path):
+    file = tmp_path / "limits.json"
+    arguments = ["bench", "--limits", "--backend", "measuring", "--spec", "gpt-oss", "--json", str(file)]
+    assert main(arguments) == 0
+    assert "stream 1.3 TB/s" in capsys.readouterr().out
+    assert json.loads(file.read_text())["measuring.measure_limits"] == {"stream": 1.3}
+
+
+def test_what_a_backend_does_not_measure_is_refused(measuring, capsys):
+    assert main(["bench", "--tune", "--backend", "measuring"]) == 2
+    assert "measuring measures no tiles" in capsys.readouterr().err
+    assert main(["bench", "--tune", "--backend", "nobody"]) == 2
+    assert "unknown backend 'nobody'" in capsys.readouterr().err

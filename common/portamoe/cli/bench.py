@@ -51,6 +51,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--payload", metavar="DIR", help="handed to the module's use_payload(DIR), if it has one")
     add("--json", metavar="FILE", help="write all numbers; default: nothing is written")
     add("--plot", metavar="FILE", help="write a plot of time over tokens (needs matplotlib)")
+    add(
+        "--limits",
+        action="store_true",
+        help="measure what the clock model of a backend assumes (default triton_unfused) and re-evaluate its cells",
+    )
+    add(
+        "--tune",
+        action="store_true",
+        help="measure a backend's tiles (default triton_unfused) and write them to $PORTAMOE_TUNED_DIR",
+    )
+    add("--spec", default="kimi-k3", help="with --limits or --tune: a preset or a JSON file of MoESpec fields")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -67,8 +78,10 @@ def execute(args: argparse.Namespace) -> int:
         raise ValueError(
             "portamoe bench times a GPU, and torch sees none; `portamoe verify` checks numbers without one"
         )
-    tokens = [_count(text) for text in args.tokens.split(",")]
     device = torch.device(args.device)
+    if args.limits or args.tune:
+        return _evidence(args, device)
+    tokens = [_count(text) for text in args.tokens.split(",")]
     facts = detect().device(str(device))
     with torch.cuda.device(device):
         limits = _measure.limits(device)
@@ -84,6 +97,33 @@ def execute(args: argparse.Namespace) -> int:
     if args.plot:
         plot(report, Path(args.plot))
     return int(not rows or any(row.get("wrong") for row in rows))
+
+
+def _evidence(args: argparse.Namespace, device: torch.device) -> int:
+    """Run a backend's own measurements: `measure_limits(spec, device)`, `tune(spec, device)`."""
+    from portamoe import registry
+    from portamoe.spec import load_spec
+
+    spec = load_spec(args.spec)
+    names = args.backend or ["triton_unfused"]
+    reports: Json = {**_versions(device), "command": _command(args), "spec": spec.to_dict()}
+    for name in names:
+        backend = registry.named(name)
+        if backend is None:
+            raise ValueError(f"unknown backend {name!r}; known: {', '.join(b.name for b in registry.backends())}")
+        for wanted, method in ((args.limits, "measure_limits"), (args.tune, "tune")):
+            if not wanted:
+                continue
+            measure = getattr(backend, method, None)
+            if measure is None:
+                raise ValueError(f"{name} measures no {'limits' if method == 'measure_limits' else 'tiles'}")
+            report = measure(spec, device)
+            sys.stdout.write("\n".join([f"{name}: {method}", *report.lines()]) + "\n")
+            reports[f"{name}.{method}"] = report.to_dict()
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def _count(text: str) -> int:
@@ -104,6 +144,7 @@ def _case(name: str) -> tuple[MoESpec, str]:
 def _command(args: argparse.Namespace) -> str:
     parts = ["portamoe bench", f"--cases {args.cases}", f"--tokens {args.tokens}"]
     parts += [f"--backend {name}" for name in args.backend or ()]
+    parts += [flag for flag, given in (("--limits", args.limits), ("--tune", args.tune)) if given]
     return " ".join(parts + ([f"--peers {args.peers}"] if args.peers else []))
 
 
