@@ -13,6 +13,7 @@ random. All of it is "modelled"; `portamoe bench --limits` replaces the machine'
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Mapping
@@ -189,6 +190,7 @@ def expected_tiles(spec: MoESpec, tokens: int, rows: int) -> float:
     return spec.num_local_experts * total
 
 
+@functools.lru_cache(maxsize=256)
 def slowest_hits(spec: MoESpec, tokens: int, trials: int = 200, seed: int = 0) -> float:
     """Return the expected number of experts hit on the rank that is hit most, by simulation with a fixed seed."""
     ranks = spec.num_experts // spec.num_local_experts
