@@ -2,8 +2,8 @@
 
 `triton_fused` and `triton_unfused` have the signature that the harness asks for,
 `build(weights, spec) -> callable(x, topk_ids, topk_weights)`, and run under CUDA-graph capture.
-weights: w13 (E, 2I, H/2), w13_scale, w2 (E, H, I/2), w2_scale, uint8; spec: hidden, intermediate, experts, local_experts,
-top_k, beta, linear_beta.
+weights: w13 (E, 2I, H/2), w13_scale, w2 (E, H, I/2), w2_scale, uint8; spec: hidden, intermediate, experts,
+local_experts, top_k, beta, linear_beta.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# ruff: noqa: RET505, E741 - Triton compiles these forms, not the ones that ruff prefers
 """Device code: the gated activation on [gate | up] rows, in float32, rounded once.
 
 The formulas are those of portamoe.activations. tanh and sigmoid share one reciprocal: with a = exp(-2|x|),
@@ -124,8 +126,9 @@ def activate(gate_up, out, window_rows, capacity, splits, I: tl.constexpr, ROWS:
              FAST: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
     """out[r, i] = f(gate_up[r, i], gate_up[r, I + i]) for the window's rows.
 
-    Programs take blocks of ROWS x COLUMNS in turn; a grid of all blocks takes one each, a smaller one costs less where the
-    window is likely to be empty. PARTIAL: gate_up is float32 [splits, capacity, 2I], added in order of splits.
+    Programs take blocks of ROWS x COLUMNS in turn; a grid of all blocks takes one each, a smaller one costs less
+    where the window is likely to be empty. PARTIAL: gate_up is float32 [splits, capacity, 2I], added in order of
+    splits.
     """
     COLUMN_BLOCKS: tl.constexpr = I // COLUMNS
     rows = tl.load(window_rows)

@@ -1,7 +1,8 @@
+# mypy: ignore-errors
 """Device code: routed (token, slot) pairs to rows sorted by expert, in two launches, stable and without atomics.
 
-A pair is token · TOP_K + slot. Pairs whose expert is -1 or elsewhere get no row. Rows of one expert keep the order of their
-pairs, so the maps are the same in every run.
+A pair is token · TOP_K + slot. Pairs whose expert is -1 or elsewhere get no row. Rows of one expert keep the order of
+their pairs, so the maps are the same in every run.
 """
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code: the weighted sum of a token's rows, in float32 and in ascending expert id, rounded once."""
 
 import triton
@@ -9,15 +10,15 @@ from rocm_moe._decode_kernels import round_to_bf16
 
 @triton.jit
 def combine(y, token_rows, token_weights, token_count, offsets, carry, out, tokens, window, whole, divided, capacity,
-            splits, E_LOCAL: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, COLUMNS: tl.constexpr, PARTIAL: tl.constexpr,
-            DECODE: tl.constexpr):  # fmt: skip
+            splits, E_LOCAL: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, COLUMNS: tl.constexpr,
+            PARTIAL: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
     """out[t] = sum over t's rows r, ascending, of weight[t, r]·y[r].
 
     Programs take blocks of one token and COLUMNS columns in turn, see `_activation_kernels.activate`.
 
-    Rows are sorted by expert, so windows follow each other in ascending order. While rows of later windows are missing, the
-    float32 sum waits, its high half in `out` and its low half in `carry` [T, H]: the additions are those of a single window,
-    one by one.
+    Rows are sorted by expert, so windows follow each other in ascending order. While rows of later windows are
+    missing, the float32 sum waits, its high half in `out` and its low half in `carry` [T, H]: the additions are those
+    of a single window, one by one.
     PARTIAL: y is float32 [splits, capacity, H], added in order of splits before it is weighted.
     """
     COLUMN_BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS

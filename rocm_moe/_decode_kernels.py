@@ -1,8 +1,10 @@
+# mypy: ignore-errors
+# ruff: noqa: RET505, PLR0124, PLR1714 - Triton compiles these forms, not the ones that ruff prefers
 """Device code: E2M1 codes with their E8M0 scale to bf16 numbers, exactly; rounding to bf16.
 
 Two storage forms (see layouts.py) are decoded here. *Bricks*: a word holds K = 8i … 8i+7 of one row; pair q = 0 … 3 is
-K = 8i + 2q (low half of a register) and 8i + 2q + 1 (high half). *Fragments*: a word holds the eight weights that one lane
-of an NVIDIA 16 x 16 matrix operand owns.
+K = 8i + 2q (low half of a register) and 8i + 2q + 1 (high half). *Fragments*: a word holds the eight weights that one
+lane of an NVIDIA 16 x 16 matrix operand owns.
 
 The block scale becomes part of the bf16 exponent, so the accumulator needs no scaling. Bricks store b = E8M0 + 1: the
 magnitude 0.5 has b as its bf16 exponent field, every number but zero is normal (the matrix instructions of MI200 flush
@@ -142,8 +144,8 @@ def decode_words(word, exponent, DECODE: tl.constexpr):
 
 
 #: One fragment word to four registers of two bf16, times the scales of row g ($5) and of row g + 8 ($6).
-#: An E2M1 code put at bits 8..6 of a bf16 is its value times 2^-126, so the multiply by 2^(E8M0 - 1) undoes the bias and
-#: scales at once. Registers 0, 1: K = 2t, 2t+1 of both rows; registers 2, 3: K = 2t+8, 2t+9.
+#: An E2M1 code put at bits 8..6 of a bf16 is its value times 2^-126, so the multiply by 2^(E8M0 - 1) undoes the bias
+#: and scales at once. Registers 0, 1: K = 2t, 2t+1 of both rows; registers 2, 3: K = 2t+8, 2t+9.
 FRAGMENT_DECODE = tl.constexpr("""{
 .reg .b32 a, b, c, d, e, z;
 mov.b32 z, 0x80008000;
@@ -177,8 +179,8 @@ def decode_fragments(word, scale_low, scale_high, STEPS: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    # Put together with masks instead of tl.join: they fold away, and Triton doubles the K width of an mma.sync operand for
-    # every value that a join touches, which would shuffle the weights through shared memory.
+    # Put together with masks instead of tl.join: they fold away, and Triton doubles the K width of an mma.sync
+    # operand for every value that a join touches, which would shuffle the weights through shared memory.
     row_half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2, 1, 1))
     k_half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 2, 1))
     half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 2))

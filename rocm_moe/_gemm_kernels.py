@@ -1,14 +1,16 @@
+# mypy: ignore-errors
+# ruff: noqa: D403, SIM102 - Triton compiles these forms, not the ones that ruff prefers
 """Device code: grouped products of routed rows with MXFP4 experts, decoded in registers.
 
     out[row, n] = bias[e, n] + sum_k x[source(row), k] · w[e, n, k]      for every row of expert e
 
 A program owns BN weight rows and one tile of up to BM routed rows. The weights are the first operand of the dot, so the
-accumulator is [BN, BM], a lane holds one weight row (one scale a lane), and the decoded numbers go from registers into the
-matrix instruction without shared memory. Rows past the tile's end read the last row again and are not stored: a column
-of the accumulator depends on its own row only.
+accumulator is [BN, BM], a lane holds one weight row (one scale a lane), and the decoded numbers go from registers
+into the matrix instruction without shared memory. Rows past the tile's end read the last row again and are not
+stored: a column of the accumulator depends on its own row only.
 
-Shapes: K a multiple of 32; N a multiple of 16. `steps` 128-wide K blocks are one split's share; the last split also takes
-what is left of K. PARTIAL: every split writes its float32 sums, in order of splits, for the next kernel to add.
+Shapes: K a multiple of 32; N a multiple of 16. `steps` 128-wide K blocks are one split's share; the last split also
+takes what is left of K. PARTIAL: every split writes its float32 sums, in order of splits, for the next kernel to add.
 """
 
 import triton
@@ -92,8 +94,8 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
                         DECODE: tl.constexpr):  # fmt: skip
     """Weights in bricks of 16 rows x 128 K (see layouts.BrickLayout); grid (N tiles · tile slots, splits).
 
-    Of a 128-wide K block, lane group g owns the 32-block g: one scale and 16 bytes of codes a lane. Dot r = 0 … 3 takes word
-    r of every group, K = 32g + 8r … 32g + 8r + 7, so the activations are read in pieces of eight.
+    Of a 128-wide K block, lane group g owns the 32-block g: one scale and 16 bytes of codes a lane. Dot r = 0 … 3
+    takes word r of every group, K = 32g + 8r … 32g + 8r + 7, so the activations are read in pieces of eight.
     """
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     BLOCKS: tl.constexpr = K // 128
@@ -158,7 +160,8 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
             acc = multiply_tail(acc, expert_words + N * BLOCKS * 16 + brick[:, None] * (TAIL * 64),
                                 scale_bytes + expert * (N * K // 32) + N * BLOCKS * 4 + brick_of * (TAIL * 16) + lane,
                                 x_rows + BLOCKS * 128, TAIL, DECODE)  # fmt: skip
-    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, m < rows, capacity, N, BN, BIAS, PARTIAL,
+    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, m < rows, capacity, N, BN, BIAS,
+    PARTIAL,
                DECODE)  # fmt: skip
 
 
@@ -241,7 +244,8 @@ def multiply_rows(x, weights, scales, scale_bytes, bias, flags, row_exponents, r
                     more32 = tl.load(more_of_x + k32, mask=more_there, other=0.0)
                     more_acc = tl.dot(numbers32, tl.trans(more32), more_acc)
     columns = n_tile * BN + tl.arange(0, BN)
-    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, m < rows, capacity, N, BN, BIAS, PARTIAL,
+    store_rows(acc, out, bias, flags, row_exponents, expert, columns, first, m, m < rows, capacity, N, BN, BIAS,
+    PARTIAL,
                DECODE)  # fmt: skip
     if MORE > 0:
         store_rows(more_acc, out, bias, flags, row_exponents, expert, columns, first, more, more < rows, capacity, N,

@@ -1,8 +1,8 @@
 """Canonical MXFP4 matrices to the order in which the kernels read them, and back, byte for byte.
 
 A layout permutes the bits of one expert's matrix: `codes` (N, K/2) and `scales` (N, K/32) as in the checkpoint become
-`words` (N·K/8,) int32 and `scales` (N·K/32,) uint8. Nothing is padded: N is a multiple of 16 and K of 32; what is left of K
-after whole 128- or 64-wide blocks is stored behind them in 32-wide blocks.
+`words` (N·K/8,) int32 and `scales` (N·K/32,) uint8. Nothing is padded: N is a multiple of 16 and K of 32; what is
+left of K after whole 128- or 64-wide blocks is stored behind them in 32-wide blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Packed:
 
     words:          (N·K/8,) int32 — eight E2M1 codes each
     scales:         (N·K/32,) uint8 — E8M0 with the layout's own offset
-    row_exponents:  (N,) uint8 — the exponent that was taken from the row's scales, 255 where one is NaN; None if all are 0
+    row_exponents:  (N,) uint8 — the exponent that was taken from the row's scales, 255 where one is NaN; None if all
+    are 0
     """
 
     words: torch.Tensor
@@ -51,22 +52,22 @@ class KernelLayout(ABC):
 
     @abstractmethod
     def unpack(self, packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `codes` (N, K/2) and `scales` (N, K/32) of an N = rows by K = columns matrix: the inverse of `pack`."""
+        """Return `codes` (N, K/2) and `scales` (N, K/32), N = rows and K = columns: the inverse of `pack`."""
 
 
 @dataclass(frozen=True)
 class BrickLayout(KernelLayout):
     """Bricks of 16 rows x 128 K: 1 KiB that a wave of 64 lanes loads with one 16-byte load each.
 
-    Lane 16g + n of a brick holds the 32-wide block g of row n, K = 32g … 32g + 31: four words and one scale. Order of words:
-    [N/16][K/128][g][n][4], then the rest of K as [N/16][32-block][4][n]; scales: [N/16][K/128][n][g], then
-    [N/16][32-block][n], stored as byte + 1 (see _decode_kernels), which must not exceed 251: from a row with a scale above
-    2^(250 - 127) an exponent of up to 4 is taken, and scales of that row below 2^(4 - 127) are raised to what can be stored:
-    by a factor of 16 at most, on numbers 2^-246 times the row's largest.
+    Lane 16g + n of a brick holds the 32-wide block g of row n, K = 32g … 32g + 31: four words and one scale. Order of
+    words: [N/16][K/128][g][n][4], then the rest of K as [N/16][32-block][4][n]; scales: [N/16][K/128][n][g], then
+    [N/16][32-block][n], stored as byte + 1 (see _decode_kernels), which must not exceed 251: from a row with a scale
+    above 2^(250 - 127) an exponent of up to 4 is taken, and scales of that row below 2^(4 - 127) are raised to what
+    can be stored: by a factor of 16 at most, on numbers 2^-246 times the row's largest.
 
     native:  nibbles stay as they are (gfx950 converts two neighbours with one instruction). Otherwise the word is
-             arranged for a byte look-up: pair q = 0, 1 (K = 2q + h) has its magnitude in bits 2..0 and its sign in bit 7 of
-             byte q + 2h; pairs 2, 3 the same after a rotation right by 4.
+             arranged for a byte look-up: pair q = 0, 1 (K = 2q + h) has its magnitude in bits 2..0 and its sign in
+             bit 7 of byte q + 2h; pairs 2, 3 the same after a rotation right by 4.
     """
 
     name: ClassVar[str] = "bricks"
@@ -118,12 +119,12 @@ class BrickLayout(KernelLayout):
 class FragmentLayout(KernelLayout):
     """NVIDIA's register order of a 16 x 16 matrix operand: 16 rows x 64 K are 512 bytes, 16 a lane.
 
-    Lane 4g + t of a tile holds one word for each 16-wide K step: rows g and g + 8, K = 2t, 2t + 1, 2t + 8, 2t + 9. Order of
-    words: [N/16][K/64][g][t][step], then the last 32 of K, if any, as [N/16][g][t][step]; scales: [N/16][K/64][g][32-block]
-    [row half], then [N/16][g][row half].
+    Lane 4g + t of a tile holds one word for each 16-wide K step: rows g and g + 8, K = 2t, 2t + 1, 2t + 8, 2t + 9.
+    Order of words: [N/16][K/64][g][t][step], then the last 32 of K, if any, as [N/16][g][t][step]; scales:
+    [N/16][K/64][g][32-block] [row half], then [N/16][g][row half].
 
-    A kernel undoes the bias of E2M1 placed into bf16 and applies the scale in one bf16 multiply by 2^(E8M0 - 1), so scales
-    are stored as byte + 126; from a row with a scale above 2^(128 - 127) an exponent is taken.
+    A kernel undoes the bias of E2M1 placed into bf16 and applies the scale in one bf16 multiply by 2^(E8M0 - 1), so
+    scales are stored as byte + 126; from a row with a scale above 2^(128 - 127) an exponent is taken.
     """
 
     name: ClassVar[str] = "fragments"
@@ -240,8 +241,8 @@ def _from_look_up_order(words: torch.Tensor) -> torch.Tensor:
     return out
 
 
-#: Where a fragment word keeps the sign and the magnitude bits 2, 1, 0 of a code: by register (row half + 2·K half) and by
-#: half h of the register. Chosen so that three of four registers come out with one mask (see FRAGMENT_DECODE).
+#: Where a fragment word keeps the sign and the magnitude bits 2, 1, 0 of a code: by register (row half + 2·K half)
+#: and by half h of the register. Chosen so that three of four registers come out with one mask (see FRAGMENT_DECODE).
 FRAGMENT_BITS: tuple[tuple[tuple[int, int, int, int], ...], ...] = (
     ((15, 8, 7, 6), (31, 24, 23, 22)),
     ((9, 2, 1, 0), (25, 18, 17, 16)),

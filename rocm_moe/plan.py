@@ -223,7 +223,9 @@ def launches(
     """Return every launch of a call in order."""
     plan = make_plan(spec, table, tokens, max_local_rows)
     out = [
-        PlannedLaunch(variant_name("sort", ids=ids, many=plan.sizes.pairs > FEW_PAIRS), (spec.num_local_experts,), None),
+        PlannedLaunch(
+            variant_name("sort", ids=ids, many=plan.sizes.pairs > FEW_PAIRS), (spec.num_local_experts,), None
+        ),
         PlannedLaunch(variant_name("index", ids=ids), (plan.index_grid,), None),
     ]
     one, two = plan.gemm1.partial, plan.gemm2.partial

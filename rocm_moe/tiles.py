@@ -1,7 +1,8 @@
 """Which tile serves how many tokens: data in tuned/<arch>.json, overridden by a file in PORTAMOE_TUNED_DIR.
 
-A table is a list of cells in ascending `rows_per_expert`; the first whose limit is not exceeded by the mean number of rows
-of an expert that is hit serves the call. Where a grid of whole columns would be smaller than `fill` workgroups, K is split.
+A table is a list of cells in ascending `rows_per_expert`; the first whose limit is not exceeded by the mean number of
+rows of an expert that is hit serves the call. Where a grid of whole columns would be smaller than `fill` workgroups,
+K is split.
 """
 
 from __future__ import annotations

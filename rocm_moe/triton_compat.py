@@ -31,7 +31,7 @@ HAS_INTRINSICS = VERSION >= (3, 4) and not INTERPRETED
 _INT32 = core.dtype("int32")
 
 
-@core.extern
+@core.extern  # type: ignore[untyped-decorator]
 def amd_perm(high: Any, low: Any, selector: Any, _semantic: Any = None) -> Any:
     """Return v_perm_b32: byte i of the result is the byte that byte i of `selector` names.
 
@@ -42,21 +42,21 @@ def amd_perm(high: Any, low: Any, selector: Any, _semantic: Any = None) -> Any:
     return core.extern_elementwise("", "", [high, low, selector], symbol, is_pure=True, _semantic=_semantic)
 
 
-@core.extern
+@core.extern  # type: ignore[untyped-decorator]
 def funnel_shift_right(high: Any, low: Any, count: Any, _semantic: Any = None) -> Any:
     """Return bits count … count+31 of high:low (v_alignbit_b32); high = low = w rotates w right."""
     symbol = {(_INT32, _INT32, _INT32): ("llvm.fshr.i32", _INT32)}
     return core.extern_elementwise("", "", [high, low, count], symbol, is_pure=True, _semantic=_semantic)
 
 
-@core.extern
+@core.extern  # type: ignore[untyped-decorator]
 def amd_reciprocal(x: Any, _semantic: Any = None) -> Any:
     """Return v_rcp_f32: 1/x to 1 ulp; a full division costs ten instructions."""
     symbol = {(core.dtype("fp32"),): ("llvm.amdgcn.rcp.f32", core.dtype("fp32"))}
     return core.extern_elementwise("", "", [x], symbol, is_pure=True, _semantic=_semantic)
 
 
-@core.extern
+@core.extern  # type: ignore[untyped-decorator]
 def amd_exp2(x: Any, _semantic: Any = None) -> Any:
     """Return v_exp_f32: 2^x to 1 ulp, subnormal results flushed to zero."""
     symbol = {(core.dtype("fp32"),): ("llvm.amdgcn.exp2.f32", core.dtype("fp32"))}
@@ -85,8 +85,8 @@ def compile_variant(variant: Variant, arch: str) -> Any:
 class Binary:
     """A kernel loaded on the current device, launched without Triton's argument inspection.
 
-    Triton's own call costs more than 10 µs a launch on the host; types and alignment are settled when the binary is made,
-    so its launcher can be called at once. Pointers are passed as integers.
+    Triton's own call costs more than 10 µs a launch on the host; types and alignment are settled when the binary is
+    made, so its launcher can be called at once. Pointers are passed as integers.
     """
 
     def __init__(self, variant: Variant, arch: str) -> None:

@@ -1,7 +1,7 @@
 """Backend `triton_unfused`: MXFP4 experts as separate Triton kernels, align, GEMM1, activation, GEMM2, combine.
 
-Made for gfx90a, where nothing native runs these experts; serves gfx942, gfx950 and RDNA too, NVIDIA from SM80 on, and CPUs
-through Triton's interpreter. Between the kernels a caller may change the rows: `after_gemm1` and `after_gemm2`.
+Made for gfx90a, where nothing native runs these experts; serves gfx942, gfx950 and RDNA too, NVIDIA from SM80 on, and
+CPUs through Triton's interpreter. Between the kernels a caller may change the rows: `after_gemm1` and `after_gemm2`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,9 @@ def _steps(prepared: UnfusedWeights, plan: Plan, ids: str) -> Iterator[_Step]:
     first = spec.local_experts.start
     maps = tuple(_Part(name) for name in ("pair_row", "row_token", "row_slot", "row_expert"))
     sort = ("ids", _Part("offsets"), *maps, of.pairs, first)
-    yield _Step(planning.variant_name("sort", ids=ids, many=of.pairs > planning.FEW_PAIRS), (spec.num_local_experts, 1), sort)
+    yield _Step(
+        planning.variant_name("sort", ids=ids, many=of.pairs > planning.FEW_PAIRS), (spec.num_local_experts, 1), sort
+    )
     token_blocks = -(-of.tokens // planning.TOKENS_A_BLOCK)
     index = (
         "ids", "weights", _Part("offsets"), *maps, _Part("token_rows"), _Part("token_weights", torch.float32),

@@ -116,7 +116,7 @@ def _signature(kernel: Any, types: str, constexprs: Mapping[str, Any]) -> dict[s
 def _variant(step: Step, name: str, kernel: Any, types: str, constexprs: dict[str, Any], options: dict[str, Any],
              unaligned: tuple[str, ...] = (), **more: Any) -> Variant:  # fmt: skip
     signature = _signature(kernel, types, constexprs)
-    attrs = {
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {
         (index,): [["tt.divisibility", 16]]
         for index, (parameter, kind) in enumerate(signature.items())
         if kind.startswith("*") and parameter not in unaligned

@@ -29,9 +29,7 @@ def test_a_recorded_mi250x_is_served():
     assert BACKEND.only_on_request(EP8, found) is None
 
 
-@pytest.mark.parametrize(
-    "arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"]
-)
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"])
 def test_amd_targets(arch):
     assert reasons(EP8, device("amd", arch, **TRITON)) == []
 

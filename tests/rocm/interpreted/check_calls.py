@@ -35,9 +35,7 @@ def test_edge_case(case):
 @pytest.mark.parametrize(("tokens", "hidden", "inter"), [(1, 384, 256), (2, 384, 256)])
 @pytest.mark.parametrize("activation", [SITU, SwiGLU(), SwiGLUOAI(1.702, 7.0)], ids=lambda a: a.name)
 def test_sizes_of_the_first_users(tokens, hidden, inter, experts, activation):
-    spec = MoESpec(
-        hidden_size=hidden, intermediate_size=inter, num_experts=experts, top_k=4, activation=activation
-    )
+    spec = MoESpec(hidden_size=hidden, intermediate_size=inter, num_experts=experts, top_k=4, activation=activation)
     problem = make_problem(spec, tokens, seed=experts)
     assert_close(call(problem), problem.reference(), roundings=4)
 

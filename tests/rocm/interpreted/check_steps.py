@@ -120,7 +120,8 @@ def test_many_pairs_take_the_other_kernel():
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("columns", [32, 96, 128, 160, 288, 512])
 def test_product_is_exact_to_one_rounding(columns, partial):
-    """Every E2M1 code, the ends of the E8M0 range in rows of their own, a NaN scale, biases, three rows of a tile of 16."""
+    """Every E2M1 code, the ends of the E8M0 range in rows of their own, a NaN scale, biases, three rows of a tile of
+    16."""
     spec = small(hidden_size=columns, intermediate_size=32, bias=True)
     generator = torch.Generator().manual_seed(columns)
     n = 64
