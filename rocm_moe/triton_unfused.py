@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from portamoe.device import Device
     from portamoe.spec import MoESpec
     from portamoe.weights import ExpertSource
+    from rocm_moe.limits import LimitsReport
+    from rocm_moe.tune import TuneReport
 
 _MIN_TORCH = "2.6"
 _MIN_TRITON = "3.3"
@@ -114,6 +116,18 @@ class TritonUnfusedBackend:
         start = time.perf_counter()
         count = unfused_weights.own(prepared).load_all()
         return WarmUpReport(binaries=count, seconds=time.perf_counter() - start)
+
+    def measure_limits(self, spec: MoESpec, device: torch.device) -> LimitsReport:
+        """Measure what the clock model assumes on `device` and evaluate this spec's GEMMs with it."""
+        from rocm_moe import limits
+
+        return limits.run(spec, device)
+
+    def tune(self, spec: MoESpec, device: torch.device) -> TuneReport:
+        """Measure tiles for `spec` and write them to $PORTAMOE_TUNED_DIR; raises ValueError where that is not set."""
+        from rocm_moe import tune
+
+        return tune.run(spec, device)
 
     def forward(
         self,
