@@ -19,7 +19,7 @@ from tests.rocm.unfused_calls import call
 assert INTERPRETED, "run with TRITON_INTERPRET=1"
 SITU = SiTU(4.0, 25.0)
 #: Minutes in the interpreter; the GPU tests run them.
-SLOW = {"896_experts", "22_of_160", "typical"}
+SLOW = {"896_experts", "22_of_160", "40_experts", "129_tokens", "skew", "tall", "wide", "typical"}
 CASES = [case for case in EDGE_CASES if case.spec.weight_format == "mxfp4" and case.name not in SLOW]
 
 
@@ -31,9 +31,15 @@ def test_edge_case(case):
         assert_close(y, problem.reference(), roundings=4)
 
 
-@pytest.mark.parametrize("experts", [32, 128])
-@pytest.mark.parametrize(("tokens", "hidden", "inter"), [(1, 384, 256), (2, 384, 256)])
-@pytest.mark.parametrize("activation", [SITU, SwiGLU(), SwiGLUOAI(1.702, 7.0)], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inter", "experts", "activation"),
+    [
+        (1, 384, 256, 32, SITU),
+        (2, 384, 256, 128, SITU),
+        (2, 384, 256, 32, SwiGLU()),
+        (1, 384, 256, 32, SwiGLUOAI(1.702, 7.0)),
+    ],
+)
 def test_sizes_of_the_first_users(tokens, hidden, inter, experts, activation):
     spec = MoESpec(hidden_size=hidden, intermediate_size=inter, num_experts=experts, top_k=4, activation=activation)
     problem = make_problem(spec, tokens, seed=experts)
