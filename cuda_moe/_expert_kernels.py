@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code of the general chain after the sort: gate_up, down, combine, and rest for what the first window lacks.
 
 Rows are (token, expert) pairs in expert order. The first window of tiles runs in gate_up and down, whose grid the host

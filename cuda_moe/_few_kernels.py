@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code for few tokens: two launches without a sort, or three with one that orders the pairs.
 
 Direct: a tile is one local pair, found from the ids by every program. Listed: a tile is up to COLUMNS pairs of one

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code that orders (token, slot) pairs by expert: no sync with the host, no state kept between calls.
 
 The general sort takes two launches. Block b of the first counts its pairs per expert and ranks them among equals;

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code shared by all expert kernels: MXFP4 decode in registers, activations, one tile of an expert product.
 
 Weights are the first operand (swap-AB): rows of the expert matrix stand on the M side of the matrix instruction and

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device code that keeps one unit of a GPU busy: memory, matrix cores, byte permutes, packed multiply-adds.
 
 Each kernel stores a result that depends on every iteration, so that the compiler keeps the work; how many instructions

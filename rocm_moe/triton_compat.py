@@ -125,7 +125,8 @@ def _needs_no_scratch(launcher: Any) -> bool:
 
 def current_stream(device_index: int) -> int:
     """Return the raw handle of torch's current stream on a device, as Triton's own launches do."""
-    return int(triton.runtime.driver.active.get_current_stream(device_index))
+    driver: Any = triton.runtime.driver.active  # its declared base class lacks the method
+    return int(driver.get_current_stream(device_index))
 
 
 def interpret(variant: Variant, grid: tuple[int, int], arguments: Iterable[Any]) -> None:

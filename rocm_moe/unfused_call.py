@@ -186,12 +186,12 @@ def _steps(prepared: UnfusedWeights, plan: Plan, ids: str) -> Iterator[_Step]:
     spec, of = prepared.spec, plan.sizes
     first = spec.local_experts.start
     maps = tuple(_Part(name) for name in ("pair_row", "row_token", "row_slot", "row_expert"))
-    sort = ("ids", _Part("offsets"), *maps, of.pairs, first)
+    sort: tuple[_Argument, ...] = ("ids", _Part("offsets"), *maps, of.pairs, first)
     yield _Step(
         planning.variant_name("sort", ids=ids, many=of.pairs > planning.FEW_PAIRS), (spec.num_local_experts, 1), sort
     )
     token_blocks = -(-of.tokens // planning.TOKENS_A_BLOCK)
-    index = (
+    index: tuple[_Argument, ...] = (
         "ids", "weights", _Part("offsets"), *maps, _Part("token_rows"), _Part("token_weights", torch.float32),
         _Part("token_count"), _Part("tiles"), _Part("window_rows"), of.tokens, first, token_blocks,
         plan.slots // planning.TILES_A_BLOCK, of.whole, of.divided, plan.cell.tile_rows,
@@ -272,7 +272,9 @@ def _call_hook(
     first = window * of.divided
     count = min(rows, of.pairs - first)
     row_map = RowMap(
-        *(view(region, torch.int32, first, count) for region in ("row_token", "row_slot", "row_expert")),
-        view("window_rows", torch.int32, window, 1),
+        token=view("row_token", torch.int32, first, count),
+        slot=view("row_slot", torch.int32, first, count),
+        expert=view("row_expert", torch.int32, first, count),
+        count=view("window_rows", torch.int32, window, 1),
     )
     hook(view("rows", torch.bfloat16, 0, count * width).view(count, width), row_map)

@@ -262,7 +262,8 @@ def _graph(subject: Subject, tokens: int) -> Outcome:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer(*static, out=out)
-    detail, figures = "", {}
+    detail = ""
+    figures: dict[str, float] = {}
     for seed, routing in enumerate(("uniform", "one_expert", "none_local", "duplicates")):
         other = subject.problem(subject.small, tokens, seed=seed, routing=routing)
         new = (other.x, other.topk_ids, other.topk_weights)

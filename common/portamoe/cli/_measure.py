@@ -210,4 +210,4 @@ def launches(action: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         action()
         torch.cuda.synchronize()
-    return sum(str(event.device_type).endswith("CUDA") for event in record.events())
+    return sum(str(event.device_type).endswith("CUDA") for event in record.events() or ())
