@@ -32,7 +32,7 @@ def test_at_least(version, minimum, enough):
 def test_vendor():
     assert checks.vendor_reason(device("amd"), "amd", "cpu") is None
     assert checks.vendor_reason(device("nvidia", "sm_90"), "amd") == Reason(
-        "device", "nvidia sm_90", "vendor amd", None
+        "device", "nvidia sm_90", "vendor amd", "use a backend for nvidia devices"
     )
     blocked = Reason("/dev/kfd", "permission denied", "openable", "join the group render")
     reason = checks.vendor_reason(device("cpu", "cpu", problems=(blocked,)), "amd", "nvidia")

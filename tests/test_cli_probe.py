@@ -220,6 +220,16 @@ def test_a_reader_that_goes_away_is_no_error():
     assert child.returncode == 141
 
 
+def test_a_closed_stdout_leaves_the_exit_code():
+    module = f"{sys.executable} -m portamoe probe --root {LUMI}"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/common{os.pathsep}{ROOT}"}
+    for wish, code in (("", 0), (" --require aiter", 1)):
+        command = ["sh", "-c", f"{module}{wish} >&-"]
+        child = subprocess.run(command, env=env, text=True, timeout=120, stderr=subprocess.PIPE, check=False)
+        assert child.returncode == code
+        assert "Traceback" not in child.stderr
+
+
 def test_a_full_disk_is_said():
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")

@@ -38,7 +38,12 @@ def vendor_reason(device: Device, *vendors: str) -> Reason | None:
     if device.vendor in vendors:
         return None
     problem = next((p for p in device.host.problems if p.what in {"/dev/kfd", "AMD GPUs", "NVML"}), None)
-    remedy = f"{problem.what} {problem.value}: {problem.remedy}" if problem and problem.remedy else None
+    if problem and problem.remedy:
+        remedy = f"{problem.what} {problem.value}: {problem.remedy}"
+    elif device.vendor == "cpu":
+        remedy = "run where such a device is visible, or use torch"
+    else:
+        remedy = f"use a backend for {device.vendor} devices"
     return Reason(
         "device",
         device.arch if device.vendor == "cpu" else f"{device.vendor} {device.arch}",

@@ -29,6 +29,11 @@ def test_a_recorded_mi250x_is_served():
     assert BACKEND.only_on_request(EP8, found) is None
 
 
+def test_a_gpu_that_cannot_be_opened_is_named():
+    found = recorded("lumi-g-no-access").devices[0]
+    assert "/dev/kfd" in reasons(EP8, found)[0]
+
+
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"])
 def test_amd_targets(arch):
     assert reasons(EP8, device("amd", arch, **TRITON)) == []
@@ -53,7 +58,9 @@ def test_the_vendor_is_part_of_every_comparison():
 
 def test_a_cpu_only_interprets_and_only_on_request():
     facts = {"vendor": {"triton": "3.9.0"}, "torch": {"version": "2.13.0", "hip": None, "cuda": None}}
-    assert "TRITON_INTERPRET" in reasons(EP8, device("cpu", "cpu", **facts))[0]
+    device_reason, interpret_reason = reasons(EP8, device("cpu", "cpu", **facts))
+    assert "needs vendor amd or nvidia" in device_reason
+    assert "TRITON_INTERPRET" in interpret_reason
     interpreting = device("cpu", "cpu", env={"TRITON_INTERPRET": "1"}, **facts)
     assert reasons(EP8, interpreting) == []
     assert BACKEND.only_on_request(EP8, interpreting) is not None

@@ -16,7 +16,8 @@ from rocm_moe.tiles import load_table
 from tests.rocm_evidence import snippets
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELLED = sorted((ROOT / "benchmarks/results/modelled").glob("gfx*.json"))
+MODELLED_FOLDER = ROOT / "benchmarks/results/modelled"
+MODELLED = sorted(MODELLED_FOLDER.glob("gfx*.json"))
 EMULATED = sorted((ROOT / "benchmarks/results/emulated").glob("*.json"))
 
 
@@ -136,3 +137,13 @@ def test_emulated_results(path: Path) -> None:
         assert row["passed"]
         assert row["error"] <= row["limit"]
         assert len(row["sha256"]) == 64
+
+
+@pytest.mark.parametrize("path", EMULATED, ids=lambda path: path.stem)
+def test_the_binaries_of_kimi_k3_that_were_emulated_are_those_of_the_report(path: Path) -> None:
+    emulated = json.loads(path.read_text(encoding="utf-8"))
+    report = json.loads((MODELLED_FOLDER / path.name).read_text(encoding="utf-8"))
+    reported = {row["sha256"] for row in report["kernels"]}
+    full_size = {row["sha256"] for row in emulated["results"] if "the binary of Kimi-K3" in row["problem"]}
+    assert full_size, "no full-size binary was emulated"
+    assert full_size <= reported

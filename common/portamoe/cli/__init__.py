@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import portamoe
 from portamoe.decision import BackendRejected
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in modules.values():
         module.add_parser(subparsers)
     args = parser.parse_args(arguments)
+    if sys.stdout is None:  # closed by the caller (`>&-`): the exit code is all that is wanted
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path or variable may hold what the terminal cannot show
             stream.reconfigure(errors="backslashreplace")
