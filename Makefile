@@ -9,7 +9,7 @@ DATA := tests/data/kimi-k3-tiny
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint format test-kernels test-flashinfer test-flashinfer-kernels test-containers clean env-run env-test env-dev
+.PHONY: run test lint format test-kernels check-isa test-flashinfer test-flashinfer-kernels test-containers clean env-run env-test env-dev
 
 run: env-run
 	$(BIN)/portamoe probe capabilities
@@ -22,6 +22,10 @@ test: env-test
 # Interprets and compiles the Triton kernels; minutes, still without a GPU.
 test-kernels: env-test
 	$(BIN)/python -m pytest -m "kernels and not gpu"
+
+# Compiles every AMD kernel on two Triton versions; fails on a spill, scratch, too much LDS or a missing matrix instruction.
+check-isa: env-test
+	$(BIN)/python benchmarks/isa_report.py --check --also 3.6.0
 
 # Lints, builds and runs the images. Needs root and apt, which it uses to install the container tools.
 test-containers:
