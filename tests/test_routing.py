@@ -160,8 +160,9 @@ def test_wrong_input_is_an_error(router):
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_strided_logits_and_no_tokens(router):
-    wide = torch.randn(6, 20)
-    views = (wide[:, 3:11], torch.randn(8, 6).T)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(600, 20, generator=generator)  # one in a few hundred rows shows a difference in the last bit
+    views = (wide[:, 3:11], torch.randn(8, 600, generator=generator).T)
     for view in views:
         ids, weights = router(3)(view)
         same = router(3)(view.contiguous())

@@ -114,14 +114,17 @@ class SoftmaxRouter:
 
 
 def _checked(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the logits in at least float32 after looking at shape, dtype and K."""
+    """Return the logits in at least float32, contiguous, after looking at shape, dtype and K.
+
+    Contiguous, because torch computes a strided row with other instructions, which may differ in the last bit.
+    """
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (T, E)")
     if not logits.dtype.is_floating_point:
         raise TypeError(f"logits are {logits.dtype}, expected a float dtype")
     if not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"top_k is {top_k}, expected 1 to {logits.shape[1]}, the number of experts")
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return (logits if logits.dtype == torch.float64 else logits.float()).contiguous()
 
 
 def _top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
