@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cuda_moe import flashinfer_checks as checks
 from cuda_moe.flashinfer_call import FlashInferEnvironmentError, Handle, load
 from cuda_moe.flashinfer_support import Mode, support
-from portamoe.backend import WarmUpReport
+from portamoe.token_windows import tokens_per_window, warm_up_by_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from cuda_moe.flashinfer_layouts import FlashInferLayout
+    from portamoe.backend import WarmUpReport
     from portamoe.decision import Reason
     from portamoe.device import Device
     from portamoe.spec import MoESpec
@@ -169,29 +171,18 @@ class FlashInferBackend:
         layout = self.layout(spec)
         if not layout.hidden_pad:
             return 0
-        return 2 * _round_up(_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
+        return 2 * _round_up(tokens_per_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
 
     def warm_up(self, prepared: FlashInferWeights, max_tokens: int, max_local_rows: int) -> WarmUpReport:
         """Run every power of two of tokens up to `max_tokens`; `binaries` counts the runs, FlashInfer says no more."""
-        import time
-
-        import torch
-
-        spec, device = prepared.spec, prepared.w13.device
-        window = _window(spec, max_tokens, max_local_rows)
-        sizes = sorted({min(1 << bit, window) for bit in range(window.bit_length() + 1)} if window else ())
-        started = time.perf_counter()
-        for tokens in sizes:
-            slots = torch.arange(tokens * spec.top_k, device=device).reshape(tokens, spec.top_k)
-            ids = (slots % spec.num_local_experts + spec.local_experts.start).int()
-            x = torch.zeros((tokens, spec.hidden_size), dtype=torch.bfloat16, device=device)
-            weights = torch.ones((tokens, spec.top_k), dtype=torch.float32, device=device)
-            size = self.workspace_bytes(spec, tokens, max_local_rows)
-            workspace = torch.empty(size, dtype=torch.uint8, device=device)
-            self.forward(prepared, x, ids, weights, workspace, torch.empty_like(x), max_local_rows=max_local_rows)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return WarmUpReport(len(sizes), time.perf_counter() - started)
+        spec = prepared.spec
+        return warm_up_by_running(
+            spec,
+            prepared.w13.device,
+            tokens_per_window(spec, max_tokens, max_local_rows),
+            lambda tokens: self.workspace_bytes(spec, tokens, max_local_rows),
+            partial(self.forward, prepared, max_local_rows=max_local_rows),
+        )
 
     def forward(
         self,
@@ -214,7 +205,7 @@ class FlashInferBackend:
         if not isinstance(prepared, FlashInferWeights) or prepared.backend != self.table:
             have = getattr(prepared, "backend", type(prepared).__name__)
             raise TypeError(f"{self.name} needs weights from its own prepare, got those of {have}")
-        window = _window(prepared.spec, x.shape[0], max_local_rows)
+        window = tokens_per_window(prepared.spec, x.shape[0], max_local_rows)
         for start in range(0, x.shape[0], max(window, 1)):
             rows = slice(start, start + window)
             wide_x, wide_out = _padded(x[rows], out[rows], prepared.layout, workspace)
@@ -250,11 +241,6 @@ def _padded(
     wide[:, : layout.hidden].copy_(x)
     wide[:, layout.hidden :].zero_()
     return wide, result
-
-
-def _window(spec: MoESpec, tokens: int, max_local_rows: int) -> int:
-    """Return how many tokens one call takes."""
-    return min(tokens, max(1, max_local_rows // spec.top_k))
 
 
 def _round_up(value: int, multiple: int) -> int:

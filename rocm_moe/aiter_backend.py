@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portamoe.activations import SiTU
-from portamoe.backend import WarmUpReport
 from portamoe.decision import Reason
+from portamoe.token_windows import tokens_per_window, warm_up_by_running
 from rocm_moe import aiter_call
 from rocm_moe.aiter_checks import REMEDY, aiter_reasons, arch_and_activation_reasons, floor_for, host_reasons
 from rocm_moe.aiter_support import Mode, support
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from portamoe.backend import WarmUpReport
     from portamoe.device import Device
     from portamoe.spec import MoESpec
     from portamoe.weights import Expert, ExpertSource
@@ -144,33 +146,21 @@ class AiterBackend:
         _, layout = mode_and_layout(spec)
         if not layout.hidden_pad:
             return 0
-        return _round_up(_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
+        return _round_up(tokens_per_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
 
     def warm_up(self, prepared: AiterWeights, max_tokens: int, max_local_rows: int) -> WarmUpReport:
         """Run every power of two of tokens up to `max_tokens`: AITER chooses its kernels by such buckets.
 
         `binaries` counts the token counts that were run; AITER does not say what it compiled.
         """
-        import time
-
-        import torch
-
-        spec, device = prepared.spec, prepared.w1.device
-        window = _window(spec, max_tokens, max_local_rows)
-        sizes = sorted({min(1 << bit, window) for bit in range(window.bit_length() + 1)} if window else ())
-        started = time.perf_counter()
-        for tokens in sizes:
-            slots = torch.arange(tokens * spec.top_k, device=device).reshape(tokens, spec.top_k)
-            ids = (slots % spec.num_local_experts + spec.local_experts.start).int()
-            x = torch.zeros((tokens, spec.hidden_size), dtype=torch.bfloat16, device=device)
-            weights = torch.ones((tokens, spec.top_k), dtype=torch.float32, device=device)
-            size = self.workspace_bytes(spec, tokens, max_local_rows)
-            workspace = torch.empty(size, dtype=torch.uint8, device=device)
-            out = torch.empty_like(x)
-            self.forward(prepared, x, ids, weights, workspace, out, max_local_rows=max_local_rows)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return WarmUpReport(len(sizes), time.perf_counter() - started)
+        spec = prepared.spec
+        return warm_up_by_running(
+            spec,
+            prepared.w1.device,
+            tokens_per_window(spec, max_tokens, max_local_rows),
+            lambda tokens: self.workspace_bytes(spec, tokens, max_local_rows),
+            partial(self.forward, prepared, max_local_rows=max_local_rows),
+        )
 
     def forward(
         self,
@@ -193,7 +183,7 @@ class AiterBackend:
             raise TypeError(f"aiter has no hooks, got {', '.join(hooks)}; use triton_unfused")
         if not isinstance(prepared, AiterWeights):
             raise TypeError(f"aiter needs AiterWeights from its own prepare, got {type(prepared).__name__}")
-        window = _window(prepared.spec, x.shape[0], max_local_rows)
+        window = tokens_per_window(prepared.spec, x.shape[0], max_local_rows)
         for start in range(0, x.shape[0], max(window, 1)):
             rows = slice(start, start + window)
             _forward_window(prepared, x[rows], topk_ids[rows], topk_weights[rows], workspace, out[rows])
@@ -292,11 +282,6 @@ def _uint8() -> torch.dtype:
     import torch
 
     return torch.uint8
-
-
-def _window(spec: MoESpec, tokens: int, max_local_rows: int) -> int:
-    """Return how many tokens one call takes."""
-    return min(tokens, max(1, max_local_rows // spec.top_k))
 
 
 def _round_up(value: int, multiple: int) -> int:

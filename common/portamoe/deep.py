@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portamoe.child import run_module
 from portamoe.decision import Reason
 from portamoe.spec import MoESpec
 
@@ -26,8 +22,6 @@ if TYPE_CHECKING:
 MARK = "portamoe-deep:"
 #: Sizes of the tiny problem; experts and tokens are few, so that reference and compilation dominate nothing.
 HIDDEN, INTER, EXPERTS, TOP_K, TOKENS = 512, 512, 8, 4, 5
-#: Lines of a child's stderr that go into a report.
-_TAIL = 3
 
 
 @dataclass(frozen=True)
@@ -59,40 +53,14 @@ def try_backend(name: str, spec: MoESpec, device: Device, timeout: float) -> Dee
 
 
 def _run(arguments: Sequence[str], timeout: float) -> DeepResult:
-    # The child must find what this process finds, and no module of the current folder beside it.
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)  # noqa: PTH100
-    env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "portamoe.deep", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=env,
-            start_new_session=True,
-        )
-        try:
-            code = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return DeepResult("timed out", f"no answer within {timeout:g} s")
-        finally:
-            _end(child)
-        out.seek(0)
-        err.seek(0)
-        lines = out.read().decode(errors="replace").splitlines()
-        stderr = err.read().decode(errors="replace").strip().splitlines()
-    answer = next((line.removeprefix(MARK) for line in reversed(lines) if line.startswith(MARK)), None)
+    child = run_module("portamoe.deep", arguments, timeout)
+    if child.code is None:
+        return DeepResult("timed out", f"no answer within {timeout:g} s")
+    answer = next((line.removeprefix(MARK) for line in reversed(child.lines) if line.startswith(MARK)), None)
     if answer is not None:
         return DeepResult(**json.loads(answer))
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code} without an answer"
-    return DeepResult("crashed", "; ".join([how, *stderr[-_TAIL:]]))
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the child and the compilers it may have started."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    how = f"signal {child.signal}" if child.signal else f"exit code {child.code} without an answer"
+    return DeepResult("crashed", "; ".join([how, *child.last_words]))
 
 
 def small_specs(spec: MoESpec) -> tuple[MoESpec, MoESpec]:

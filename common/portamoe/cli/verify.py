@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from portamoe.child import run_module
 from portamoe.decision import Accepted, BackendRejected, Decision, Rejected
 
 if TYPE_CHECKING:
@@ -29,8 +25,6 @@ MARK = "portamoe-check:"
 GROUPS = ("canary", "activation", "shape", "tokens", "routing", "repeat", "windows", "graph", "timing", "process")
 #: Seconds that one backend may take; a first run compiles for minutes.
 _TIMEOUT = 3600.0
-#: Lines of a child's stderr that go into the report.
-_TAIL = 3
 
 Json = dict[str, Any]
 
@@ -146,38 +140,23 @@ def _left_out(decision: Decision, device: Device, *, named: bool) -> list[Json]:
 
 def _run_backend(name: str, spec: MoESpec, device: Device, quick: bool, timeout: float) -> Iterator[Json]:
     """Yield the child's checks as they come, and a failed one if it crashes or hangs."""
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)  # noqa: PTH100
     # Verdicts of the parent's cache, but numbers of the child's own; a mode set outside must not skip the canary.
-    env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PORTAMOE_CANARY": "auto"}
+    env = {"PORTAMOE_CANARY": "auto"}
     arguments = [name, device.torch_name, json.dumps(spec.to_dict()), "quick" if quick else "full"]
     start, last = time.monotonic(), "nothing"
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "portamoe.acceptance", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=env,
-            start_new_session=True,
-        )
-        try:
-            timed_out = _wait(child, timeout)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        out.seek(0)
-        err.seek(0)
-        for line in out.read().decode(errors="replace").splitlines():
-            if line.startswith(MARK):
-                check = json.loads(line.removeprefix(MARK))
-                last = f"{check['group']} {check['case']}"
-                yield check
-        stderr = err.read().decode(errors="replace").strip().splitlines()
-    if not timed_out and child.returncode == 0:
+    child = run_module("portamoe.acceptance", arguments, timeout, env)
+    for line in child.lines:
+        if line.startswith(MARK):
+            check = json.loads(line.removeprefix(MARK))
+            last = f"{check['group']} {check['case']}"
+            yield check
+    if child.code == 0:
         return
-    how = f"no end within {timeout:g} s" if timed_out else _ending(child.returncode)
-    detail = "; ".join([f"{how} after {last}", *stderr[-_TAIL:]])
+    if child.code is None:
+        how = f"no end within {timeout:g} s"
+    else:
+        how = f"ended by {child.signal}" if child.signal else f"exit code {child.code}"
+    detail = "; ".join([f"{how} after {last}", *child.last_words])
     yield {
         "backend": name,
         "group": "process",
@@ -187,19 +166,6 @@ def _run_backend(name: str, spec: MoESpec, device: Device, quick: bool, timeout:
         "seconds": time.monotonic() - start,
         "figures": {},
     }
-
-
-def _wait(child: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Return whether the time was up."""
-    try:
-        child.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
-
-
-def _ending(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def to_text(report: Json) -> str:
