@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,20 @@ class Config:
             raise CheckpointError(f"{self.path} lacks {key}, a positive integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(f"{self.path}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, key: str) -> float:
+        """Return a finite positive number of the text config; raises CheckpointError if it is none."""
+        value = self.text.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{self.path}: {key} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """Return a bool of the text config; raises CheckpointError if it is none."""
+        value = self.text.get(key)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: {key} must be true or false, got {value!r}")
         return value
 
     def expect(self, key: str, expected: object) -> None:

@@ -77,13 +77,13 @@ class KimiReader:
 
     def spec(self, config: Config, layer: int) -> MoESpec:
         """Return the whole layer's spec; raises CheckpointError when the config lacks it or the layer is dense."""
-        _check_layer(config, layer)
+        check_layer(config, layer)
         return MoESpec(
             hidden_size=config.integer("routed_expert_hidden_size", config.integer("hidden_size")),
             intermediate_size=config.integer("moe_intermediate_size"),
             num_experts=config.integer("num_experts"),
             top_k=config.integer("num_experts_per_token"),
-            activation=_activation(config),
+            activation=activation_of(config),
             weight_format=self.weight_format,
         )
 
@@ -91,7 +91,7 @@ class KimiReader:
         self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share
     ) -> Callable[[int], Expert]:
         """Check the tensors of the layer's local experts and return how to read one by its id in the layer."""
-        prefix = _prefix(folder, layer) + "experts."
+        prefix = prefix_of(folder, layer) + "experts."
         modules = [f"{prefix}{e}.{p}" for e in spec.local_experts for p in PROJECTIONS]
         storage = self.storage(config, modules)
         hidden, inter = spec.hidden_size, spec.intermediate_size
@@ -147,7 +147,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _prefix(folder: TensorFolder, layer: int) -> str:
+def prefix_of(folder: TensorFolder, layer: int) -> str:
+    """Return the start of the names of layer `layer`'s block; raises CheckpointError where two are in use."""
     candidates = tuple(pattern.format(layer) for pattern in PREFIXES)
     below = tuple(f"{p}experts." for p in candidates)
     experts = [name for name in folder.names if name.startswith(below)]
@@ -157,7 +158,8 @@ def _prefix(folder: TensorFolder, layer: int) -> str:
     return present[0] if present else candidates[0]
 
 
-def _check_layer(config: Config, layer: int) -> None:
+def check_layer(config: Config, layer: int) -> None:
+    """Raise CheckpointError unless the layer is there and has routed experts."""
     layers = config.integer("num_hidden_layers")
     if not 0 <= layer < layers:
         raise CheckpointError(f"{config.path}: layer {layer} is outside 0:{layers} (num_hidden_layers)")
@@ -176,7 +178,8 @@ def _first_moe_layer(config: Config) -> int:
     return value
 
 
-def _activation(config: Config) -> SiTU:
+def activation_of(config: Config) -> SiTU:
+    """Return SiTU with the config's parameters; raises CheckpointError for another activation or without them."""
     config.expect("hidden_act", "situ")
     for key in ("activation_situ_beta", "activation_situ_linear_beta"):
         if key not in config.text:

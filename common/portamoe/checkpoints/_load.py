@@ -5,13 +5,75 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from portamoe.checkpoints._config import Config, read_config
+from portamoe.checkpoints._config import read_config
 from portamoe.checkpoints._experts import CheckpointExperts, Share
 from portamoe.checkpoints._registry import Reader, choose_reader
 from portamoe.checkpoints._safetensors import TensorFolder
 from portamoe.checkpoints.errors import CheckpointError
 from portamoe.spec import BLOCK_SIZE, MoESpec
+
+if TYPE_CHECKING:
+    from portamoe.checkpoints.kimi_block import BlockConfig, BlockWeights
+
+
+class Checkpoint:
+    """A checkpoint folder that is opened once and serves any number of layers.
+
+    directory:  holds config.json and one safetensors file, or shards with model.safetensors.index.json
+
+    Kimi-K3's index names 497,220 tensors; reading it takes seconds, so a model of many layers shares one Checkpoint. It
+    keeps the files open that it has read from.
+
+    Raises CheckpointError (a ValueError) when the folder is no checkpoint, or of a kind that is not read.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{directory} is no folder; a checkpoint is a local folder with config.json")
+        self._config = read_config(self.directory)
+        self._reader: Reader = choose_reader(self._config)
+        self._folder = TensorFolder(self.directory)
+
+    @property
+    def description(self) -> str:
+        """Model and format, for people."""
+        return self._reader.description
+
+    def experts(
+        self, layer: int, experts: range | None = None, *, tensor_parallel: tuple[int, int] = (0, 1)
+    ) -> tuple[MoESpec, CheckpointExperts]:
+        """Return one layer's spec and a lazy source of its routed experts; see `load_experts`."""
+        config = self._config
+        _layer(layer)
+        try:
+            spec = self._reader.spec(config, layer)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError) as error:  # of the spec and the activation: the numbers are the config's
+            raise CheckpointError(f"{config.path}: {error}") from error
+        spec = replace(spec, local_experts=_local_experts(experts, spec.num_experts))
+        share = _share(tensor_parallel, spec)
+        read_expert = self._reader.open(config, self._folder, layer, spec, share)
+        rank_spec = replace(spec, intermediate_size=share.stop - share.start)
+        return rank_spec, CheckpointExperts(rank_spec, self._reader.description, read_expert)
+
+    def block(self, layer: int, *, shared_parallel: tuple[int, int] = (0, 1)) -> tuple[BlockConfig, BlockWeights]:
+        """Read what surrounds the routed experts in one MoE block of Kimi-K3, checked like the experts.
+
+        shared_parallel:  (rank, ranks): keep this rank's part of the shared experts' intermediate dimension
+
+        Raises CheckpointError for another model, a dense layer and tensors that are missing, surplus or misshapen.
+        """
+        from portamoe.checkpoints._kimi import KimiReader
+        from portamoe.checkpoints.kimi_block import block_config, block_weights
+
+        if not isinstance(self._reader, KimiReader):
+            raise CheckpointError(f"{self.directory} is {self.description}; only Kimi-K3 has a latent MoE block")
+        rules = block_config(self._config, _layer(layer))
+        return rules, block_weights(self._config, self._folder, layer, rules, shared_parallel)
 
 
 def load_experts(
@@ -23,7 +85,8 @@ def load_experts(
 ) -> tuple[MoESpec, CheckpointExperts]:
     """Find one layer's routed experts in a checkpoint folder and return their spec and a lazy source of them.
 
-    directory:        holds config.json and one safetensors file, or shards with model.safetensors.index.json
+    directory:        holds config.json and one safetensors file, or shards with model.safetensors.index.json; for many
+                      layers open a `Checkpoint` once
     layer:            the layer's number in the model
     experts:          ids to load, a contiguous range within 0:E (expert parallelism); default: all
     tensor_parallel:  (rank, ranks): keep this rank's I/ranks of the intermediate dimension, which must be a whole
@@ -35,27 +98,13 @@ def load_experts(
     Raises CheckpointError (a ValueError) for a checkpoint that is incomplete, contradictory or of an unknown kind, and
     ValueError or TypeError for arguments that do not fit it.
     """
-    config, reader, folder = _open(Path(directory))
+    return Checkpoint(directory).experts(layer, experts, tensor_parallel=tensor_parallel)
+
+
+def _layer(layer: int) -> int:
     if isinstance(layer, bool) or not isinstance(layer, int):
         raise TypeError(f"layer must be an int, got {layer!r}")
-    try:
-        spec = reader.spec(config, layer)
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError) as error:  # of the spec and the activation: the numbers are the config's
-        raise CheckpointError(f"{config.path}: {error}") from error
-    spec = replace(spec, local_experts=_local_experts(experts, spec.num_experts))
-    share = _share(tensor_parallel, spec)
-    read_expert = reader.open(config, folder, layer, spec, share)
-    rank_spec = replace(spec, intermediate_size=share.stop - share.start)
-    return rank_spec, CheckpointExperts(rank_spec, reader.description, read_expert)
-
-
-def _open(directory: Path) -> tuple[Config, Reader, TensorFolder]:
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no folder; a checkpoint is a local folder with config.json")
-    config = read_config(directory)
-    return config, choose_reader(config), TensorFolder(directory)
+    return layer
 
 
 def _local_experts(experts: range | None, num_experts: int) -> range:

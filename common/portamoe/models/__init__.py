@@ -1,0 +1,1 @@
+"""Whole blocks of models, built from the library's pieces."""
