@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from safetensors.torch import load_file, save_file
 
 from portamoe.checkpoints import Checkpoint, CheckpointError
@@ -172,9 +170,9 @@ def test_a_part_without_a_reduction_is_refused_before_weights_are_prepared():
         raise AssertionError("experts were prepared")
 
     for part in ({"experts": range(8)}, {"tensor_parallel": (0, 2)}):
-        with pytest.raises(ValueError, match="holds a part of the routed experts .* pass reduce"):
+        with pytest.raises(ValueError, match=r"holds a part of the routed experts .* pass reduce"):
             build(progress=progress, **part)
-    with pytest.raises(ValueError, match="hold 96 of 192 intermediate values .* pass reduce"):
+    with pytest.raises(ValueError, match=r"hold 96 of 192 intermediate values .* pass reduce"):
         build(shared_parallel=(1, 2))
     for wrong in ((2, 2), (0, 0), 2):
         with pytest.raises(ValueError, match="shared_parallel must be"):
@@ -188,9 +186,9 @@ def test_inputs_are_checked():
     hidden = expected()["hidden"].float()
     with pytest.raises(ValueError, match=r"expected \(..., 512\)"):
         block(hidden[:, :256])
-    with pytest.raises(TypeError, match="the block was made for torch.float32"):
+    with pytest.raises(TypeError, match=r"the block was made for torch.float32"):
         block(hidden.bfloat16())
-    with pytest.raises(ValueError, match="made for max_tokens=16"):
+    with pytest.raises(ValueError, match=r"made for max_tokens=16"):
         block(torch.zeros(17, 512))
     with pytest.raises(RuntimeError, match="no backward"):
         block(hidden.clone().requires_grad_())
@@ -201,7 +199,7 @@ def test_inputs_are_checked():
 
 
 def test_arguments_are_checked():
-    with pytest.raises(TypeError, match="dtype is torch.float16"):
+    with pytest.raises(TypeError, match=r"dtype is torch.float16"):
         build(dtype=torch.float16)
     with pytest.raises(ValueError, match="kernels must be"):
         build(kernels="cuda")

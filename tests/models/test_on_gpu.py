@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # noqa: E402
 
-from portamoe.models._block_ops import TorchOps, TritonOps
-from portamoe.models.kimi_k3 import LatentMoE
-from portamoe.routing import SigmoidRouter
-from portamoe.testing import error_metrics
+from portamoe.models._block_ops import TorchOps, TritonOps  # noqa: E402
+from portamoe.models.kimi_k3 import LatentMoE  # noqa: E402
+from portamoe.routing import SigmoidRouter  # noqa: E402
+from portamoe.testing import error_metrics  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TINY = Path(__file__).parents[1] / "data" / "kimi-k3-tiny"

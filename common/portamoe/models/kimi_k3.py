@@ -46,8 +46,8 @@ class LatentMoE(nn.Module):
     experts:          this rank's routed experts, on the device that the block is to run on
     dtype:            torch.bfloat16, or torch.float32 for reference where the experts' backend takes it
     reduce:           called with this rank's partial sum (T, H), returns the sum over all ranks (an all-reduce, maybe
-                      in place); needed when the rank holds a part of the experts. The norm is not linear, so the sum must
-                      be complete before it. Where the shared experts are split it is called with theirs (T, D) too
+                      in place); needed when the rank holds a part of the experts: the norm is not linear, so the sum
+                      must be complete before it. Where the shared experts are split, called with theirs (T, D) too
     kernels:          "triton" or "torch" for routing, SiTU and norm; default: Triton on a GPU that has it, in bf16
     linear:           y = x · weightᵀ (+ residual) of the projections; default: `portamoe.linear`
     overlap:          run the router and the shared experts on a second stream; default: on a GPU, up to 16 tokens
