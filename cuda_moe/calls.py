@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuda_moe import triton_compat
-from cuda_moe.plans import SORT_SIZE, Plan, Tile, make_plan, max_tiles, plan_edges
+from cuda_moe.plan import SORT_SIZE, Plan, Tile, make_plan, max_tiles, plan_edges
 from cuda_moe.triton_compat import KernelSource
 from cuda_moe.workspace import ALIGN, LEAST_ROWS, Regions, arrival_counters, next_power_of_2, regions, sort_shape
 

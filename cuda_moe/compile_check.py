@@ -39,7 +39,7 @@ def check_target(
 
     from cuda_moe import sass
     from cuda_moe.calls import Kernels
-    from cuda_moe.plans import make_plan
+    from cuda_moe.plan import make_plan
     from cuda_moe.triton_compat import KernelSource, compile_kernel
 
     sources: dict[KernelSource, int] = {}

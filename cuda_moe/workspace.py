@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cuda_moe.plans import SORT_BLOCKS, SORT_SIZE, Plan, make_plan, max_tiles, plan_edges
+from cuda_moe.plan import SORT_BLOCKS, SORT_SIZE, Plan, make_plan, max_tiles, plan_edges
 
 if TYPE_CHECKING:
     from portamoe.spec import MoESpec

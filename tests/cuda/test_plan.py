@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cuda_moe.plans import expected_tiles, make_plan, max_tiles, plan_edges  # noqa: E402
+from cuda_moe.plan import expected_tiles, make_plan, max_tiles, plan_edges  # noqa: E402
 from cuda_moe.triton_fused import BACKEND, BATCH_INVARIANT  # noqa: E402
 from cuda_moe.workspace import regions, sort_shape, workspace_bytes  # noqa: E402
 from portamoe.device import Device, Host  # noqa: E402
