@@ -9,10 +9,10 @@ from portamoe.backend import Announcement
 
 #: Name and priority are those of the backend itself; the modules import nothing heavy at top level.
 BACKENDS: tuple[str | Announcement, ...] = (
-    Announcement("cuda_moe.flashinfer_cutedsl:BACKEND", "flashinfer_cutedsl", 95, ("nvidia",)),
-    Announcement("cuda_moe.flashinfer_cutedsl:ATOMIC", "flashinfer_cutedsl_atomic", 94, ("nvidia",)),
-    Announcement("cuda_moe.flashinfer_trtllm:BACKEND", "flashinfer_trtllm", 90, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer.cutedsl:BACKEND", "flashinfer_cutedsl", 95, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer.cutedsl:ATOMIC", "flashinfer_cutedsl_atomic", 94, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer.trtllm:BACKEND", "flashinfer_trtllm", 90, ("nvidia",)),
     Announcement("cuda_moe.triton_fused:BACKEND", "triton_fused", 80, ("nvidia",)),
     Announcement("cuda_moe.triton_fused:BATCH_INVARIANT", "triton_fused_invariant", 65, ("nvidia",)),
-    Announcement("cuda_moe.flashinfer_cutlass:BACKEND", "flashinfer_cutlass", 70, ("nvidia",)),
+    Announcement("cuda_moe.flashinfer.cutlass:BACKEND", "flashinfer_cutlass", 70, ("nvidia",)),
 )

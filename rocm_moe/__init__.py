@@ -9,6 +9,6 @@ from portamoe.backend import Announcement
 
 #: "module:attribute" of each backend, or an announcement; the modules import nothing heavy at top level.
 BACKENDS: tuple[str | Announcement, ...] = (
-    Announcement("rocm_moe.aiter_backend:BACKEND", "aiter", 100, ("amd",)),
+    Announcement("rocm_moe.aiter.backend:BACKEND", "aiter", 100, ("amd",)),
     "rocm_moe.triton_unfused:BACKEND",
 )

@@ -243,9 +243,25 @@ def test_no_meminfo(tmp_path):
     assert _memory(Files(tmp_path)) == (None, None)
 
 
-def test_vendor_facts_without_the_vendor_packages(monkeypatch):
-    monkeypatch.setattr(host, "VENDOR_FACTS", ("no_such_package.facts",))
+@pytest.mark.parametrize("module", ["no_such_package.detect", "portamoe.no_such_module"])
+def test_vendor_facts_without_the_vendor_folders(monkeypatch, module):
+    monkeypatch.setattr(host, "VENDOR_FACTS", {"torch": (module, "detect"), "flashinfer": (module, "detect")})
     facts = host.vendor()
-    assert facts["aiter"] is None
+    assert facts["torch"] is None
     assert facts["flashinfer"] is None
     assert facts["triton"] == host.triton()
+
+
+def test_a_broken_vendor_folder_is_not_taken_for_an_absent_one(monkeypatch, tmp_path):
+    (tmp_path / "broken_folder.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(host, "VENDOR_FACTS", {"torch": ("broken_folder", "detect")})
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        host.vendor()
+
+
+def test_a_package_is_described_by_its_vendor_folder(monkeypatch, tmp_path):
+    (tmp_path / "described.py").write_text("def detect():\n    return {'version': '1.2'}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(host, "VENDOR_FACTS", {"torch": ("described", "detect"), "absent": ("described", "detect")})
+    assert host.vendor() == {"torch": {"version": "1.2"}, "absent": None, "triton": host.triton()}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -78,14 +79,39 @@ def test_what_no_kernel_depends_on_is_in_no_key():
     assert key(spec=small(hidden_size=7168)) == key()
 
 
-def test_an_edited_source_is_another_key(tmp_path):
-    (tmp_path / "kernel.py").write_text("beta")
-    before = verdicts._folder_fingerprint(str(tmp_path))
-    verdicts._folder_fingerprint.cache_clear()
-    assert verdicts._folder_fingerprint(str(tmp_path)) == before
-    verdicts._folder_fingerprint.cache_clear()
-    (tmp_path / "kernel.py").write_text("no beta")
-    assert verdicts._folder_fingerprint(str(tmp_path)) != before
+@pytest.mark.parametrize("edited", ["backend.py", "deeper/kernel.py", "tuned/gfx90a.json"])
+def test_an_edited_source_is_another_key(tmp_path, monkeypatch, edited):
+    """Kernels and tables lie in folders of their own, so every file of the package counts."""
+    for file in ("package/__init__.py", "package/backend.py", "package/deeper/kernel.py", "package/tuned/gfx90a.json"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    package = ModuleType("package")
+    package.__file__ = str(tmp_path / "package/__init__.py")
+    monkeypatch.setitem(sys.modules, "package", package)
+    backend = type("Backend", (), {"__module__": "package.deeper.backend"})()
+
+    def fingerprint():
+        verdicts._files_fingerprint.cache_clear()
+        return verdicts._fingerprint(backend)
+
+    before = fingerprint()
+    (tmp_path / "package/notes.txt").write_text("no code")
+    assert fingerprint() == before
+    (tmp_path / "package" / edited).write_text("no beta")
+    assert fingerprint() != before
+
+
+def test_a_backend_of_one_file_has_only_that(tmp_path, monkeypatch):
+    for file in ("single.py", "stranger.py"):
+        (tmp_path / file).write_text("")
+    single = ModuleType("single")
+    single.__file__ = str(tmp_path / "single.py")
+    monkeypatch.setitem(sys.modules, "single", single)
+    backend = type("Backend", (), {"__module__": "single"})()
+    before = verdicts._fingerprint(backend)
+    (tmp_path / "stranger.py").write_text("edited")
+    verdicts._files_fingerprint.cache_clear()
+    assert verdicts._fingerprint(backend) == before
 
 
 def test_the_small_spec_keeps_what_chooses_kernels():
@@ -199,6 +225,7 @@ def test_what_is_not_durable_stays_in_this_process(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
+from types import ModuleType
 from portamoe.verdicts import Key, Verdict, VerdictStore
 folder, mark = Path(sys.argv[1]), sys.argv[2]
 assert "torch" not in sys.modules

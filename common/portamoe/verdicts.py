@@ -40,6 +40,8 @@ _IRRELEVANT = frozenset({"safetensors", "packaging", "tqdm", "numpy", "nvidia-ml
 #: Variables that switch kernels; those whose value is a path only say where something lies.
 _SWITCHES = ("AITER_", "FLASHINFER_", "TRITON_INTERPRET")
 _TUNED_VARIABLE = "PORTAMOE_TUNED_DIR"
+#: Files that decide what a backend computes.
+_CODE = (".py", ".json", ".so", ".pyd")
 #: Sizes of the small spec: GPUs have tiles of up to 512, and a size keeps its remainder of that.
 _GPU_MULTIPLE, _CPU_MULTIPLE = 512, 128
 #: Local experts of the small spec, or K where that is more, and experts of other ranks on either side.
@@ -128,22 +130,31 @@ def _plain(value: Any) -> Any:
 
 
 def _fingerprint(backend: Backend) -> str | None:
-    module = sys.modules.get(type(backend).__module__)
+    """Return a digest of the files of the top-level package that the backend's class is from."""
+    module = sys.modules.get(type(backend).__module__.partition(".")[0])
     file = getattr(module, "__file__", None)
-    return _folder_fingerprint(str(Path(file).parent)) if file else None
+    return _files_fingerprint(str(Path(file).parent), Path(file).name) if file else None
 
 
 @functools.cache
-def _folder_fingerprint(folder: str) -> str:
-    """Return a digest of names, sizes and times of a package's files: an edited kernel has to be checked again."""
+def _files_fingerprint(folder: str, name: str) -> str:
+    """Return a digest of names, sizes and times of code and tables: an edited kernel has to be checked again.
+
+    A single module is its own file `name` in `folder`; a package is all that lies below.
+    """
+    files = _code_below(folder) if name == "__init__.py" else [Path(folder, name)]
     found = []
-    for place in (folder, f"{folder}/tuned"):
-        with suppress(OSError), os.scandir(place) as entries:
-            for entry in entries:
-                if entry.is_file():
-                    facts = entry.stat()
-                    found.append((entry.name, facts.st_size, facts.st_mtime_ns))
+    for file in files:
+        with suppress(OSError):
+            facts = file.stat()
+            found.append((str(file.relative_to(folder)), facts.st_size, facts.st_mtime_ns))
     return _sha256(repr(sorted(found)))[:16]
+
+
+def _code_below(folder: str) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (Path(place, name) for name in names if name.endswith(_CODE))
 
 
 def _sha256(text: str) -> str:

@@ -19,8 +19,8 @@ import torch
 REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(REPOSITORY / "common"), str(REPOSITORY)]
 
-from rocm_moe.aiter_detect import detect_aiter  # noqa: E402
-from rocm_moe.aiter_support import support  # noqa: E402
+from rocm_moe.aiter.detect import detect_aiter  # noqa: E402
+from rocm_moe.aiter.support import support  # noqa: E402
 from tests.aiter import strict_moe, trees  # noqa: E402
 from tests.aiter.test_strict_fake import CONTRACT, digest, drawn  # noqa: E402
 
@@ -144,8 +144,8 @@ def compare_run(device: str, report: Report) -> None:
     from portamoe.activations import SiTU
     from portamoe.spec import MoESpec
     from portamoe.testing import error_metrics, make_problem, tolerance
-    from rocm_moe import aiter_call
-    from rocm_moe.aiter_backend import BACKEND
+    from rocm_moe.aiter import call
+    from rocm_moe.aiter.backend import BACKEND
 
     facts = detect_aiter() or {}
     release = tuple(int(part) for part in re.findall(r"\d+", facts.get("version") or "0.1.20")[:3])
@@ -164,7 +164,7 @@ def compare_run(device: str, report: Report) -> None:
         out = torch.empty_like(tensors[0])
         workspace = torch.empty(BACKEND.workspace_bytes(spec, TOKENS, TOKENS * 4), dtype=torch.uint8, device=device)
         BACKEND.forward(prepared, *tensors, workspace, out, max_local_rows=TOKENS * 4)
-        handle = aiter_call.AiterHandle(_stand_in(release), prepared.handle.situv2, prepared.handle.per_1x32)
+        handle = call.AiterHandle(_stand_in(release), prepared.handle.situv2, prepared.handle.per_1x32)
         on_cpu = BACKEND.prepare(problem.weights, spec, torch.device("cpu"))
         fake = type(on_cpu)(**{**vars(on_cpu), "handle": handle})
         expected = torch.empty_like(problem.x)

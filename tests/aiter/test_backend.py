@@ -10,9 +10,9 @@ from portamoe.activations import SiTU
 from portamoe.checkpoints import load_experts
 from portamoe.spec import MoESpec
 from portamoe.testing import assert_close, error_metrics, make_problem
-from rocm_moe import aiter_call, aiter_layouts
-from rocm_moe.aiter_backend import BACKEND, prepared_bytes
-from rocm_moe.aiter_support import support
+from rocm_moe.aiter import call, layouts
+from rocm_moe.aiter.backend import BACKEND, prepared_bytes
+from rocm_moe.aiter.support import support
 from tests.aiter import trees
 
 DATA = "tests/data/kimi-k3-tiny"
@@ -210,9 +210,9 @@ def test_a_contradicting_environment_is_refused_at_load_and_at_the_call(install,
     problem = make_problem(TINY, 2)
     prepared = BACKEND.prepare(problem.weights, TINY, torch.device("cpu"))
     monkeypatch.setenv("AITER_SITUV2_A8W4", "1")
-    with pytest.raises(aiter_call.AiterEnvironmentError, match="AITER_SITUV2_A8W4"):
+    with pytest.raises(call.AiterEnvironmentError, match="AITER_SITUV2_A8W4"):
         BACKEND.prepare(problem.weights, TINY, torch.device("cpu"))
-    with pytest.raises(aiter_call.AiterEnvironmentError, match="VLLM_ROCM_USE_AITER_MOE_SITUV2=a16w4"):
+    with pytest.raises(call.AiterEnvironmentError, match="VLLM_ROCM_USE_AITER_MOE_SITUV2=a16w4"):
         run_problem(problem, prepared=prepared)
 
 
@@ -260,7 +260,7 @@ def _relayout(change):
     def patched(expert, layout):
         return right(change(expert), layout)
 
-    right = aiter_layouts.to_aiter
+    right = layouts.to_aiter
     return patched
 
 
@@ -314,7 +314,7 @@ def test_a_wrong_call_turns_red(install, change, says):
 def test_a_wrong_layout_turns_red(install, monkeypatch, change):
     install()
     problem = make_problem(TINY, 5)
-    monkeypatch.setattr(aiter_layouts, "to_aiter", _relayout(change))
+    monkeypatch.setattr(layouts, "to_aiter", _relayout(change))
     prepared = BACKEND.prepare(problem.weights, TINY, torch.device("cpu"))
     with pytest.raises(AssertionError, match="relative RMS"):
         _assert_right(problem, prepared)
@@ -328,7 +328,7 @@ def test_the_other_order_of_gate_and_up_turns_red(install, fmt):
     problem = make_problem(spec, 5)
     prepared = BACKEND.prepare(problem.weights, spec, torch.device("cpu"))
     flipped = dataclasses.replace(prepared.layout, interleaved=not prepared.layout.interleaved)
-    stored = [aiter_layouts.to_aiter(problem.weights.expert(n), flipped) for n in range(16)]
+    stored = [layouts.to_aiter(problem.weights.expert(n), flipped) for n in range(16)]
     wrong = dataclasses.replace(
         prepared,
         w1=torch.stack([s["w13"] for s in stored]).view(torch.float4_e2m1fn_x2),

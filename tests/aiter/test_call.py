@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from rocm_moe.aiter_call import (
+from rocm_moe.aiter.call import (
     AiterEnvironmentError,
     AiterUnavailableError,
     ModeGate,
     load_aiter,
 )
-from rocm_moe.aiter_support import support
+from rocm_moe.aiter.support import support
 from tests.aiter import trees
 
 MODES = support().modes

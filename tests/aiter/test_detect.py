@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_moe.aiter_detect import STALE_LOCK_SECONDS, detect_aiter
+from rocm_moe.aiter.detect import STALE_LOCK_SECONDS, detect_aiter
 from tests.aiter import trees
 
 
@@ -122,8 +122,8 @@ def test_nothing_is_executed(tmp_path):
     trees.raising_tree(tmp_path, "os.abort()")
     code = textwrap.dedent("""
         import sys
-        from rocm_moe.facts import vendor_facts
-        facts = vendor_facts()["aiter"]
+        from portamoe.detection import host
+        facts = host.vendor()["aiter"]
         assert facts["is_amd"] and facts["version"] == "0.1.20" and facts["has_situv2"], facts
         assert "aiter" not in sys.modules and "torch" not in sys.modules
     """)
@@ -144,7 +144,7 @@ def test_the_backend_decides_without_torch(tmp_path):
         import sys
         sys.modules["torch"] = None
         import portamoe
-        from rocm_moe.aiter_backend import BACKEND
+        from rocm_moe.aiter.backend import BACKEND
         device = portamoe.detect("tests/data/hosts/mi355x-aiter-0.1.20").devices[0]
         assert BACKEND.check(portamoe.KIMI_K3, device) == []
         assert BACKEND.only_on_request(portamoe.KIMI_K3, device) is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from portamoe.weights import Expert
-from rocm_moe import aiter_layouts as layouts
+from rocm_moe.aiter import layouts
 from tests.aiter import strict_moe
 from tests.aiter.test_strict_fake import CONTRACT, digest, drawn
 

@@ -16,9 +16,9 @@ from portamoe.decision import Accepted, Rejected
 from portamoe.detection import detect
 from portamoe.spec import GPT_OSS, KIMI_K3
 from portamoe.testing import assert_close
-from rocm_moe.aiter_backend import BACKEND, prepared_bytes
-from rocm_moe.aiter_call import KEYWORDS, POSITIONAL
-from rocm_moe.aiter_detect import detect_aiter
+from rocm_moe.aiter.backend import BACKEND, prepared_bytes
+from rocm_moe.aiter.call import KEYWORDS, POSITIONAL
+from rocm_moe.aiter.detect import detect_aiter
 from tests.aiter import trees
 
 HOSTS = Path("tests/data/hosts")

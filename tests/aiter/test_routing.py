@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rocm_moe.aiter_routing import remap
+from rocm_moe.aiter.routing import remap
 
 
 def weighted_sum(ids, weights, values, first=0):

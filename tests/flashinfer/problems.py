@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from cuda_moe.flashinfer_cutedsl import BACKEND as CUTEDSL
-from cuda_moe.flashinfer_cutlass import BACKEND as CUTLASS
-from cuda_moe.flashinfer_trtllm import BACKEND as TRTLLM
+from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
+from cuda_moe.flashinfer.cutlass import BACKEND as CUTLASS
+from cuda_moe.flashinfer.trtllm import BACKEND as TRTLLM
 from portamoe.activations import SiTU
 from portamoe.spec import MoESpec
 

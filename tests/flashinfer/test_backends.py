@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cuda_moe.flashinfer_cutedsl import ATOMIC, FlashInferCuteDsl
-from cuda_moe.flashinfer_cutedsl import BACKEND as CUTEDSL
-from cuda_moe.flashinfer_trtllm import BACKEND as TRTLLM
+from cuda_moe.flashinfer.cutedsl import ATOMIC, FlashInferCuteDsl
+from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
+from cuda_moe.flashinfer.trtllm import BACKEND as TRTLLM
 from portamoe.activations import GeGLU, SiTU, SwiGLU, SwiGLUOAI
 from portamoe.checkpoints import load_experts
 from portamoe.testing import assert_close, error_metrics, make_problem, tolerance

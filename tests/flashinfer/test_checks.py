@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from cuda_moe.flashinfer_cutedsl import ATOMIC
-from cuda_moe.flashinfer_cutedsl import BACKEND as CUTEDSL
-from cuda_moe.flashinfer_cutlass import BACKEND as CUTLASS
-from cuda_moe.flashinfer_detect import artifacts, detect_flashinfer
-from cuda_moe.flashinfer_support import activation_key, support
-from cuda_moe.flashinfer_trtllm import BACKEND as TRTLLM
+from cuda_moe.flashinfer.cutedsl import ATOMIC
+from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
+from cuda_moe.flashinfer.cutlass import BACKEND as CUTLASS
+from cuda_moe.flashinfer.detect import artifacts, detect_flashinfer
+from cuda_moe.flashinfer.support import activation_key, support
+from cuda_moe.flashinfer.trtllm import BACKEND as TRTLLM
 from portamoe.activations import ACTIVATIONS, GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
 from portamoe.spec import GPT_OSS, KIMI_K3, PRESETS
 from tests.flashinfer import trees
@@ -200,9 +200,9 @@ def test_every_line_names_its_source_and_a_known_mode():
 def test_check_imports_nothing_heavy():
     code = (
         "import sys; from tests.host_recordings import recorded; from portamoe.spec import PRESETS\n"
-        "from cuda_moe import flashinfer_cutedsl, flashinfer_cutlass, flashinfer_trtllm\n"
+        "from cuda_moe.flashinfer import cutedsl, cutlass, trtllm\n"
         "d = recorded('b300').devices[0]\n"
-        "for m in (flashinfer_cutedsl, flashinfer_cutlass, flashinfer_trtllm):\n"
+        "for m in (cutedsl, cutlass, trtllm):\n"
         "    m.BACKEND.check(PRESETS['kimi-k3-nvfp4'], d)\n"
         "assert not {'torch', 'flashinfer', 'triton', 'cutlass'} & set(sys.modules), sorted(sys.modules)\n"
     )

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from cuda_moe import flashinfer_layouts as layouts
-from cuda_moe.flashinfer_support import support
+from cuda_moe.flashinfer import layouts
+from cuda_moe.flashinfer.support import support
 from portamoe.weights import Expert
 from tests.flashinfer import strict_kernels
 

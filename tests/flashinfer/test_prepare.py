@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from cuda_moe import flashinfer_base, flashinfer_call, flashinfer_layouts, flashinfer_trtllm
-from cuda_moe.flashinfer_cutedsl import BACKEND as CUTEDSL
-from cuda_moe.flashinfer_cutedsl import activation_arguments
-from cuda_moe.flashinfer_cutlass import BACKEND as CUTLASS
-from cuda_moe.flashinfer_trtllm import BACKEND as TRTLLM
+from cuda_moe.flashinfer import base, call, layouts, trtllm
+from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
+from cuda_moe.flashinfer.cutedsl import activation_arguments
+from cuda_moe.flashinfer.cutlass import BACKEND as CUTLASS
+from cuda_moe.flashinfer.trtllm import BACKEND as TRTLLM
 from portamoe.activations import GeGLU
 from portamoe.formats import nvfp4_quantize
 from portamoe.testing import assert_close, make_problem
@@ -65,7 +65,7 @@ def test_the_environment_is_read_again_at_load(install, monkeypatch):
     backend, spec, version = mode("cutedsl_w4a4")
     install(version)
     monkeypatch.setenv("FLASHINFER_NVFP4_4OVER6", "1")
-    with pytest.raises(flashinfer_call.FlashInferEnvironmentError, match="4OVER6"):
+    with pytest.raises(call.FlashInferEnvironmentError, match="4OVER6"):
         backend.prepare(make_problem(spec, 1).weights, spec, torch.device("cpu"))
 
 
@@ -73,20 +73,20 @@ def test_the_environment_is_read_again_at_load(install, monkeypatch):
 
 
 def test_no_flashinfer_at_all(install):
-    with pytest.raises(flashinfer_call.FlashInferUnavailableError, match="ModuleNotFoundError"):
-        flashinfer_call.load(("fp4_quantize",))
+    with pytest.raises(call.FlashInferUnavailableError, match="ModuleNotFoundError"):
+        call.load(("fp4_quantize",))
 
 
 def test_functions_that_vanish_without_triton(install):
     install(without=("cute_dsl_fused_moe", "cute_dsl_fused_moe_nvfp4"))
-    with pytest.raises(flashinfer_call.FlashInferUnavailableError, match="triton"):
-        flashinfer_call.load(CUTEDSL.functions)
+    with pytest.raises(call.FlashInferUnavailableError, match="triton"):
+        call.load(CUTEDSL.functions)
 
 
 def test_a_parameter_that_is_missing(install):
     install("0.6.18")
-    with pytest.raises(flashinfer_call.FlashInferUnavailableError, match="situ_beta"):
-        flashinfer_call.load(CUTLASS.functions)
+    with pytest.raises(call.FlashInferUnavailableError, match="situ_beta"):
+        call.load(CUTLASS.functions)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,31 +111,29 @@ def test_warm_up_runs_every_bucket(install, calls):
 
 
 def swapped(monkeypatch):
-    layouts = flashinfer_layouts.arrange
-    monkeypatch.setattr(
-        flashinfer_layouts, "arrange", lambda w, rows: layouts(w, dataclasses.replace(rows, first="gate"))
-    )
+    arrange = layouts.arrange
+    monkeypatch.setattr(layouts, "arrange", lambda w, rows: arrange(w, dataclasses.replace(rows, first="gate")))
 
 
 def no_shift(monkeypatch):
-    monkeypatch.setattr(flashinfer_layouts, "swizzle_scale", lambda scale: scale.contiguous())
+    monkeypatch.setattr(layouts, "swizzle_scale", lambda scale: scale.contiguous())
 
 
 def folded_twice(monkeypatch):
     def wrong(prepared):
         return prepared.w13_alpha * prepared.h_factor
 
-    monkeypatch.setattr(flashinfer_trtllm, "_output1_scale", wrong)
+    monkeypatch.setattr(trtllm, "_output1_scale", wrong)
 
 
 def shifted_x(monkeypatch):
-    original = flashinfer_base._padded
+    original = base._padded
 
     def wrong(x, out, layout, workspace):
         wide, result = original(x, out, layout, workspace)
         return wide.roll(1, 1), result
 
-    monkeypatch.setattr(flashinfer_base, "_padded", wrong)
+    monkeypatch.setattr(base, "_padded", wrong)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portamoe.decision import Reason
 from portamoe.detection.distributions import version
 from portamoe.detection.files import Files
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 #: Variables that change what this library, a vendor's runtime or its communication does.
 ENV_PREFIXES = (
@@ -39,7 +42,11 @@ DISTRIBUTIONS = (
 TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
 #: Names of older targets stand in every ptxas, also in those that no longer assemble for them.
 OLDEST_TARGET = 75
-VENDOR_FACTS = ("rocm_moe.facts", "cuda_moe.facts")
+#: Packages that the vendor folders describe by their files: import name -> module and function that do.
+VENDOR_FACTS: Mapping[str, tuple[str, str]] = {
+    "aiter": ("rocm_moe.aiter.detect", "detect_aiter"),
+    "flashinfer": ("cuda_moe.flashinfer.detect", "detect_flashinfer"),
+}
 
 #: Cache folders that need to be writable: variable -> default below the home directory or /tmp.
 CACHES: Mapping[str, str] = {
@@ -79,12 +86,21 @@ def distributions() -> dict[str, str]:
     return {name: found for name, found in versions if found is not None}
 
 
-def module_folder(name: str) -> Path | None:
-    """Return the folder of a top-level package that could be imported, without importing it."""
+def importable(name: str) -> bool:
+    """Return whether there is a top-level module of this name, without importing it."""
+    return _module_spec(name) is not None
+
+
+def _module_spec(name: str) -> ModuleSpec | None:
     try:
-        spec = importlib.util.find_spec(name)
+        return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):  # a stub in sys.modules
         return None
+
+
+def module_folder(name: str) -> Path | None:
+    """Return the folder of a top-level package that could be imported, without importing it."""
+    spec = _module_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
@@ -165,16 +181,22 @@ def _rocm_version() -> str | None:
 
 def vendor() -> dict[str, Any]:
     """Return the static facts that the vendor packages find about aiter and flashinfer, and Triton's version."""
-    out: dict[str, Any] = {"aiter": None, "flashinfer": None, "triton": triton()}
-    for name in VENDOR_FACTS:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name not in {name, name.split(".", 1)[0]}:
-                raise
-            continue
-        out.update(module.vendor_facts())
-    return out
+    out = {name: _vendor_facts(name, *described) for name, described in VENDOR_FACTS.items()}
+    return out | {"triton": triton()}
+
+
+def _vendor_facts(name: str, module: str, function: str) -> dict[str, Any] | None:
+    """Return what `module` finds about the package `name`; None without the package or the vendor folder."""
+    if not importable(name):
+        return None
+    try:
+        described = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        return None
+    facts: dict[str, Any] | None = getattr(described, function)()
+    return facts
 
 
 def ptxas() -> dict[str, Any] | None:

@@ -17,12 +17,12 @@ from packaging.version import Version
 if importlib.util.find_spec("flashinfer") is None:
     pytest.skip("FlashInfer is not installed; make test-flashinfer", allow_module_level=True)
 
-from cuda_moe import flashinfer_call, flashinfer_layouts
-from cuda_moe.flashinfer_cutedsl import BACKEND as CUTEDSL
-from cuda_moe.flashinfer_cutlass import BACKEND as CUTLASS
-from cuda_moe.flashinfer_detect import detect_flashinfer
-from cuda_moe.flashinfer_support import support
-from cuda_moe.flashinfer_trtllm import BACKEND as TRTLLM
+from cuda_moe.flashinfer import call, layouts
+from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
+from cuda_moe.flashinfer.cutlass import BACKEND as CUTLASS
+from cuda_moe.flashinfer.detect import detect_flashinfer
+from cuda_moe.flashinfer.support import support
+from cuda_moe.flashinfer.trtllm import BACKEND as TRTLLM
 from tests.flashinfer import strict_kernels, trees
 
 VERSION = Version(importlib.metadata.version("flashinfer-python"))
@@ -35,7 +35,7 @@ def bytes_(*shape, seed=0):
 
 @pytest.mark.parametrize("backend", [CUTEDSL, TRTLLM, CUTLASS], ids=lambda b: b.name)
 def test_every_function_is_there_with_the_parameters_that_are_passed(backend):
-    handle = flashinfer_call.load(backend.functions)
+    handle = call.load(backend.functions)
     assert set(handle.functions) == set(backend.functions)
 
 
@@ -131,9 +131,9 @@ def test_w4a8_has_situ_where_the_table_says_so():
 def test_the_mma_view_is_flashinfers():
     from flashinfer.cute_dsl.utils import convert_sf_to_mma_layout
 
-    scale = torch.stack([flashinfer_layouts.swizzle_scale(bytes_(256, 24, seed=i)) for i in range(3)])
+    scale = torch.stack([layouts.swizzle_scale(bytes_(256, 24, seed=i)) for i in range(3)])
     real = convert_sf_to_mma_layout(scale.reshape(-1, 24), m=256, k=24 * 16, num_groups=3, sf_vec_size=16)
-    ours = flashinfer_layouts.mma_view(scale)
+    ours = layouts.mma_view(scale)
     assert torch.equal(ours, real)
     assert ours.stride() == real.stride()
 
@@ -158,13 +158,13 @@ def test_trtllms_row_order_is_flashinfers():
     weight = bytes_(256, 64)
     up_gate = torch.cat((weight[128:], weight[:128]))
     real = up_gate[core._maybe_get_cached_w3_w1_permute_indices({}, up_gate, 128)]
-    assert torch.equal(flashinfer_layouts.shuffle_rows(weight[Layout("up", 1).rows(128)]), real)
+    assert torch.equal(layouts.shuffle_rows(weight[Layout("up", 1).rows(128)]), real)
     scale = bytes_(256, 16, seed=1)
     real = core._maybe_get_cached_w3_w1_permute_indices({}, scale, 128, num_elts_per_sf=16)
     up_gate = torch.cat((scale[128:], scale[:128]))
-    assert torch.equal(flashinfer_layouts.shuffle_rows(scale[Layout("up", 1).rows(128)]), up_gate[real])
+    assert torch.equal(layouts.shuffle_rows(scale[Layout("up", 1).rows(128)]), up_gate[real])
     w2 = bytes_(128, 32, seed=2)
-    assert torch.equal(flashinfer_layouts.shuffle_rows(w2), w2[core.get_w2_permute_indices_with_cache({}, w2, 128)])
+    assert torch.equal(layouts.shuffle_rows(w2), w2[core.get_w2_permute_indices_with_cache({}, w2, 128)])
 
 
 def test_the_folded_scales_are_flashinfers():
@@ -172,7 +172,7 @@ def test_the_folded_scales_are_flashinfers():
 
     scale = bytes_(2, 128, 16)
     real = interleave_moe_scales_for_sm90_mixed_gemm(scale)
-    assert torch.equal(torch.stack([flashinfer_layouts.fold_scale(s) for s in scale]), real)
+    assert torch.equal(torch.stack([layouts.fold_scale(s) for s in scale]), real)
 
 
 def test_static_facts_agree_with_the_package():

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cuda_moe.flashinfer_base import FlashInferBackend, FlashInferWeights
-from cuda_moe.flashinfer_call import localised, quantised_mxfp8, quantised_nvfp4
+from cuda_moe.flashinfer.base import FlashInferBackend, FlashInferWeights
+from cuda_moe.flashinfer.call import localised, quantised_mxfp8, quantised_nvfp4
 from portamoe.activations import Activation, GeGLU, SiTU, SwiGLU, SwiGLUOAI
 from portamoe.decision import Reason
 
@@ -88,7 +88,7 @@ class FlashInferCuteDsl(FlashInferBackend):
         topk_weights: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        from cuda_moe.flashinfer_layouts import mma_view
+        from cuda_moe.flashinfer.layouts import mma_view
 
         spec, mode, handle = prepared.spec, prepared.mode, prepared.handle
         ids, weights = localised(topk_ids, topk_weights, spec)

@@ -1,4 +1,4 @@
-"""The allowlist of AITER's fused MoE: arch x activation x mode x version, from aiter_support.json with its sources."""
+"""The allowlist of AITER's fused MoE: arch x activation x mode x version, from support.json with its sources."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Support:
 
 @cache
 def support() -> Support:
-    """Read aiter_support.json once."""
-    path = Path(__file__).with_name("aiter_support.json")
+    """Read support.json once."""
+    path = Path(__file__).with_name("support.json")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     modes = {
         name: Mode(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuda_moe.flashinfer_base import FlashInferBackend, FlashInferWeights
+from cuda_moe.flashinfer.base import FlashInferBackend, FlashInferWeights
 from portamoe.activations import SiTU, SwiGLU
 from portamoe.decision import Reason
 
 if TYPE_CHECKING:
     import torch
 
-    from cuda_moe.flashinfer_call import Handle
+    from cuda_moe.flashinfer.call import Handle
     from portamoe.device import Device
     from portamoe.spec import MoESpec
 

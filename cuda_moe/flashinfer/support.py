@@ -1,4 +1,4 @@
-"""What FlashInfer computes right: version x arch x mode x activation, from flashinfer_support.json with its sources."""
+"""What FlashInfer computes right: version x arch x mode x activation, from support.json with its sources."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def parsed(version: str | None) -> Version | None:
 
 @cache
 def support() -> Support:
-    """Read flashinfer_support.json once."""
-    path = Path(__file__).with_name("flashinfer_support.json")
+    """Read support.json once."""
+    path = Path(__file__).with_name("support.json")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     entries = (
         Entry(**{**e, "archs": tuple(e["archs"]), "activations": tuple(e["activations"])}) for e in data["support"]

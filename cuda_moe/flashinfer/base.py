@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cuda_moe import flashinfer_checks as checks
-from cuda_moe.flashinfer_call import FlashInferEnvironmentError, Handle, load
-from cuda_moe.flashinfer_support import Mode, support
+from cuda_moe.flashinfer import checks
+from cuda_moe.flashinfer.call import FlashInferEnvironmentError, Handle, load
+from cuda_moe.flashinfer.support import Mode, support
 from portamoe.token_windows import tokens_per_window, warm_up_by_running
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from cuda_moe.flashinfer_layouts import FlashInferLayout
+    from cuda_moe.flashinfer.layouts import FlashInferLayout
     from portamoe.backend import WarmUpReport
     from portamoe.decision import Reason
     from portamoe.device import Device
@@ -66,7 +66,7 @@ class FlashInferWeights:
 class FlashInferBackend:
     """See `portamoe.backend.Backend`; subclasses name their functions and make the call.
 
-    table:      the backend's name in flashinfer_support.json
+    table:      the backend's name in support.json
     functions:  what is taken from FlashInfer
     cute_dsl:   needs CuteDSL and Triton
     """
@@ -106,7 +106,7 @@ class FlashInferBackend:
 
     def layout(self, spec: MoESpec) -> FlashInferLayout:
         """Return the order and padded sizes of the spec's experts."""
-        from cuda_moe.flashinfer_layouts import layout_for
+        from cuda_moe.flashinfer.layouts import layout_for
 
         return layout_for(self.mode(spec), spec.hidden_size, spec.intermediate_size)
 
@@ -133,8 +133,8 @@ class FlashInferBackend:
         """
         import torch
 
-        from cuda_moe.flashinfer_layouts import to_kernel
-        from cuda_moe.flashinfer_scales import Scales
+        from cuda_moe.flashinfer.layouts import to_kernel
+        from cuda_moe.flashinfer.scales import Scales
         from portamoe.weights import validate
 
         layout, mode = self.layout(spec), self.mode(spec)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from portamoe.activations import SiTU
 from portamoe.decision import Reason
 from portamoe.token_windows import tokens_per_window, warm_up_by_running
-from rocm_moe import aiter_call
-from rocm_moe.aiter_checks import REMEDY, aiter_reasons, arch_and_activation_reasons, floor_for, host_reasons
-from rocm_moe.aiter_support import Mode, support
+from rocm_moe.aiter import call
+from rocm_moe.aiter.checks import REMEDY, aiter_reasons, arch_and_activation_reasons, floor_for, host_reasons
+from rocm_moe.aiter.support import Mode, support
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from portamoe.device import Device
     from portamoe.spec import MoESpec
     from portamoe.weights import Expert, ExpertSource
-    from rocm_moe.aiter_layouts import AiterLayout
+    from rocm_moe.aiter.layouts import AiterLayout
 
 #: Largest E8M0 code that is served: 2^73. A slot that is not this rank's is computed with weight 0, and 0 times an
 #: expert's output must be 0, so nothing may overflow float32: 6 * 2^73 * 100 * I stays far below 2^127.
@@ -47,7 +47,7 @@ class AiterWeights:
     spec: MoESpec
     mode: Mode
     layout: AiterLayout
-    handle: aiter_call.AiterHandle
+    handle: call.AiterHandle
     w1: torch.Tensor
     w2: torch.Tensor
     w1_scale: torch.Tensor
@@ -77,7 +77,7 @@ class AiterBackend:
         mode = data.mode_for(spec.activation_format)
         reasons += aiter_reasons(device, floor_for(spec, device, data), data)
         if mode is not None:
-            reasons += aiter_call.environment_reasons(mode, device.host.env, data)
+            reasons += call.environment_reasons(mode, device.host.env, data)
         needed = prepared_bytes(spec) if mode is not None and spec.weight_format == "mxfp4" else 0
         return reasons + host_reasons(device, needed)
 
@@ -107,13 +107,13 @@ class AiterBackend:
         import torch
 
         from portamoe.weights import validate
-        from rocm_moe.aiter_layouts import to_aiter
+        from rocm_moe.aiter.layouts import to_aiter
 
         mode, layout = mode_and_layout(spec)
         validate(weights, spec)
-        if reasons := aiter_call.environment_reasons(mode, os.environ):
-            raise aiter_call.AiterEnvironmentError("; ".join(map(str, reasons)))
-        handle = aiter_call.load_aiter()
+        if reasons := call.environment_reasons(mode, os.environ):
+            raise call.AiterEnvironmentError("; ".join(map(str, reasons)))
+        handle = call.load_aiter()
         count = len(weights)
         stored = {
             name: torch.empty((count, *shape), dtype=torch.uint8, device=device)
@@ -197,14 +197,14 @@ def _forward_window(
     workspace: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    from rocm_moe.aiter_routing import remap
+    from rocm_moe.aiter.routing import remap
 
     spec, layout = prepared.spec, prepared.layout
     activation = spec.activation
     if not isinstance(activation, SiTU) or activation.linear_beta is None:
         raise TypeError(f"aiter computes SiTU with both betas only, got {activation!r}")
     ids, weights, here = remap(topk_ids, topk_weights, spec.local_experts.start, spec.num_local_experts)
-    y = aiter_call.call_fused_moe(
+    y = call.call_fused_moe(
         prepared.handle,
         prepared.mode,
         layout,
@@ -238,7 +238,7 @@ def _padded(x: torch.Tensor, layout: AiterLayout, workspace: torch.Tensor) -> to
 
 def mode_and_layout(spec: MoESpec) -> tuple[Mode, AiterLayout]:
     """Return AITER's mode for the spec's activation format and the layout it takes; ValueError if there is none."""
-    from rocm_moe.aiter_layouts import layout_for
+    from rocm_moe.aiter.layouts import layout_for
 
     mode = support().mode_for(spec.activation_format)
     if mode is None or spec.weight_format != "mxfp4":

@@ -23,7 +23,7 @@ from portamoe.layouts import LaidOut, Layout, arrange, pad_expert, unpad_expert
 from portamoe.weights import Expert
 
 if TYPE_CHECKING:
-    from cuda_moe.flashinfer_support import Mode
+    from cuda_moe.flashinfer.support import Mode
 
 Kind = Literal["cutedsl", "trtllm", "cutlass"]
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuda_moe import flashinfer_checks as checks
-from cuda_moe.flashinfer_base import FlashInferBackend, FlashInferWeights
-from cuda_moe.flashinfer_call import localised, quantised_mxfp8, quantised_nvfp4
+from cuda_moe.flashinfer import checks
+from cuda_moe.flashinfer.base import FlashInferBackend, FlashInferWeights
+from cuda_moe.flashinfer.call import localised, quantised_mxfp8, quantised_nvfp4
 from portamoe.activations import SiTU, SwiGLU
 
 if TYPE_CHECKING:

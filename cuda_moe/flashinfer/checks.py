@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cuda_moe.flashinfer_support import Entry, Mode, Support, activation_key, parsed, support
+from cuda_moe.flashinfer.support import Entry, Mode, Support, activation_key, parsed, support
 from portamoe.checks import (
     cache_reason,
     distribution_reason,

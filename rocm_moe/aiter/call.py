@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portamoe.decision import Reason
-from rocm_moe.aiter_support import Mode, Support, support
+from rocm_moe.aiter.support import Mode, Support, support
 
 if TYPE_CHECKING:
     import torch
 
-    from rocm_moe.aiter_layouts import AiterLayout
+    from rocm_moe.aiter.layouts import AiterLayout
 
 #: Every parameter of `fused_moe` that a call names; a version without one of them is refused.
 KEYWORDS = (

@@ -15,7 +15,7 @@ from portamoe.nvfp4 import InexactError, fold_global_scales
 if TYPE_CHECKING:
     import torch
 
-    from cuda_moe.flashinfer_support import Mode
+    from cuda_moe.flashinfer.support import Mode
     from portamoe.weights import Expert
 
 #: Largest E8M0 code that is served: 2^73. Slots of other ranks may be computed with weight 0, and 0 times an expert's
@@ -38,7 +38,7 @@ class Scales:
         Raises ValueError for NaN or huge block scales, for global scales that no kernel can express and for input
         scales that are not positive.
         """
-        from cuda_moe.flashinfer_layouts import without_global_scales
+        from cuda_moe.flashinfer.layouts import without_global_scales
 
         self._require_finite(expert, index)
         if self.mode.weights != "nvfp4":

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from portamoe.activations import SiTU
 from portamoe.checks import at_least, memory_reason, present, torch_reason, vendor_reason
 from portamoe.decision import Reason
-from rocm_moe.aiter_call import parameter_reason
-from rocm_moe.aiter_support import Support
+from rocm_moe.aiter.call import parameter_reason
+from rocm_moe.aiter.support import Support
 
 if TYPE_CHECKING:
     from portamoe.device import Device

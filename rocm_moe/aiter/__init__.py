@@ -1,0 +1,1 @@
+"""The adapter of AMD's AITER, which is `import aiter` here too: imports are absolute."""
