@@ -2,6 +2,7 @@
 
 from portamoe.checkpoints._experts import CheckpointExperts
 from portamoe.checkpoints._load import Checkpoint, load_experts
+from portamoe.checkpoints._progress import loading_bar
 from portamoe.checkpoints.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointExperts", "load_experts"]
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointExperts", "load_experts", "loading_bar"]

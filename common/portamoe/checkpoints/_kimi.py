@@ -112,25 +112,19 @@ class KimiReader:
 def _read(folder: TensorFolder, storage: Storage, base: str, share: Share) -> Expert:
     import torch
 
-    from portamoe.formats import as_e8m0_bytes
-
-    def scale(name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        value = folder.read(name, index)
-        return as_e8m0_bytes(value) if storage.weight_format == "mxfp4" else value
-
     def scalar(projection: str, suffix: str) -> torch.Tensor:
         name = base + projection + suffix
-        value = folder.read(name).reshape(()).clone()
+        value = folder.read(name).reshape(())
         if not math.isfinite(value) or value < 0 or (storage.reciprocal and value == 0):
             raise CheckpointError(f"{folder.directory}: {name} is {float(value)}, expected a finite positive scale")
         return value.reciprocal() if storage.reciprocal else value
 
     rows, gate_up = share.rows(), (f"{base}w1", f"{base}w3")
     tensors = {
-        "w13": torch.cat([folder.read(p + storage.weight, rows) for p in gate_up]),
-        "w13_scale": torch.cat([scale(p + storage.scale, rows) for p in gate_up]),
-        "w2": _own(folder.read(f"{base}w2{storage.weight}", (slice(None), share.columns(2)))),
-        "w2_scale": _own(scale(f"{base}w2{storage.scale}", (slice(None), share.columns(storage.block)))),
+        "w13": folder.read([p + storage.weight for p in gate_up], rows),
+        "w13_scale": folder.read([p + storage.scale for p in gate_up], rows),
+        "w2": folder.read(f"{base}w2{storage.weight}", (slice(None), share.columns(2))),
+        "w2_scale": folder.read(f"{base}w2{storage.scale}", (slice(None), share.columns(storage.block))),
     }
     for field, suffix in (("global_scale", storage.global_scale), ("input_scale", storage.input_scale)):
         if suffix is not None:
@@ -138,13 +132,6 @@ def _read(folder: TensorFolder, storage: Storage, base: str, share: Share) -> Ex
             tensors[f"w13_{field}"] = torch.stack([scalar("w1", suffix), scalar("w3", suffix)])
             tensors[f"w2_{field}"] = scalar("w2", suffix)
     return Expert(**tensors)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy that no longer hangs on the mapped file."""
-    import torch
-
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def prefix_of(folder: TensorFolder, layer: int) -> str:

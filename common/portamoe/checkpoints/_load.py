@@ -11,6 +11,7 @@ from portamoe.checkpoints._config import read_config
 from portamoe.checkpoints._experts import CheckpointExperts, Share
 from portamoe.checkpoints._registry import Reader, choose_reader
 from portamoe.checkpoints._safetensors import TensorFolder
+from portamoe.checkpoints._shard import Watched
 from portamoe.checkpoints.errors import CheckpointError
 from portamoe.spec import BLOCK_SIZE, MoESpec
 
@@ -24,7 +25,10 @@ class Checkpoint:
     directory:  holds config.json and one safetensors file, or shards with model.safetensors.index.json
 
     Kimi-K3's index names 497,220 tensors; reading it takes seconds, so a model of many layers shares one Checkpoint. It
-    keeps the files open that it has read from.
+    keeps the files open that it has read from, and refuses to go on when one of them, the index or the config has
+    changed since it was first looked at (size, modification time, or another file in its place).
+
+    Loading writes nothing but the layer's memory: one that was interrupted starts over, with the same Checkpoint.
 
     Raises CheckpointError (a ValueError) when the folder is no checkpoint, or of a kind that is not read.
     """
@@ -34,6 +38,7 @@ class Checkpoint:
         if not self.directory.is_dir():
             raise CheckpointError(f"{directory} is no folder; a checkpoint is a local folder with config.json")
         self._config = read_config(self.directory)
+        self._config_file = Watched(self._config.path)
         self._reader: Reader = choose_reader(self._config)
         self._folder = TensorFolder(self.directory)
 
@@ -47,6 +52,7 @@ class Checkpoint:
     ) -> tuple[MoESpec, CheckpointExperts]:
         """Return one layer's spec and a lazy source of its routed experts; see `load_experts`."""
         config = self._config
+        self._config_file.check()
         _layer(layer)
         try:
             spec = self._reader.spec(config, layer)
@@ -72,6 +78,7 @@ class Checkpoint:
 
         if not isinstance(self._reader, KimiReader):
             raise CheckpointError(f"{self.directory} is {self.description}; only Kimi-K3 has a latent MoE block")
+        self._config_file.check()
         rules = block_config(self._config, _layer(layer))
         return rules, block_weights(self._config, self._folder, layer, rules, shared_parallel)
 

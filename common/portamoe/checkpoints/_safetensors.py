@@ -1,38 +1,27 @@
-"""The file layer of a checkpoint: which file holds which tensor, and lazy reads of parts of them.
+"""The file layer of a checkpoint: which file holds which tensor, and reads of parts of them.
 
-Headers are read and compared before any data is. Data is read through `safetensors.safe_open`, which maps the file:
-only the pages of the requested slice are touched.
-Source of the file format: huggingface/safetensors, README.md, section "Format".
+Headers are read and compared before any data is.
 """
 
 from __future__ import annotations
 
-import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portamoe.checkpoints._json import parse_object, read_object
+from portamoe.checkpoints._json import read_object
+from portamoe.checkpoints._shard import Identity, ShardFile, TensorHeader, Watched, raw_header
 from portamoe.checkpoints.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     import torch
 
 INDEX_NAME = "model.safetensors.index.json"
-#: The format's limit on the length of a header, bytes.
-_MAX_HEADER = 100_000_000
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """What a file's header says of one tensor; `dtype` is the format's name ("U8", "BF16", "F8_E4M3")."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
+#: The start of a tensor's name up to its layer's number, as a header holds it.
+_LAYER = re.compile(rb'"([^"]*?layers\.\d+\.)')
 
 
 @dataclass(frozen=True)
@@ -46,20 +35,27 @@ class Inventory:
 class TensorFolder:
     """A folder with one safetensors file, or with shards and `model.safetensors.index.json`.
 
+    It keeps open the files that it has read from, and refuses to go on when one of them, or the index, has changed.
+
     Raises CheckpointError when there is neither, or when the index is no index.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._handles: dict[str, Any] = {}
+        self._files: dict[str, ShardFile] = {}
+        #: Where the tensors are that an inventory has found.
+        self._located: dict[str, TensorHeader] = {}
+        #: The layers that a file's header mentions, and the state of the file in which it did.
+        self._mentions: dict[str, tuple[Identity, frozenset[str]]] = {}
         index_file = directory / INDEX_NAME
+        self._watched: Watched | None = None
         if index_file.is_file():
+            self._watched = Watched(index_file)
             self._index = _weight_map(index_file)
-            self._from_index = True
+            self._watched.check()
         else:
             file = _only_file(directory)
-            self._index = dict.fromkeys(_parse_header(directory / file), file)
-            self._from_index = False
+            self._index = dict.fromkeys(self._open(file).headers(), file)
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -72,8 +68,10 @@ class TensorFolder:
         The files that the index names for them must be there and whole. Other files are looked through for second
         copies; one that is absent or unreadable is passed over, because nothing is expected from it.
 
-        Raises CheckpointError for absent, truncated or malformed files among the first.
+        Raises CheckpointError for absent, truncated or malformed files among the first, and when the index has changed.
         """
+        if self._watched is not None:
+            self._watched.check()
         placed = {n: f for n, f in self._index.items() if n.startswith(prefix) and relevant(n)}
         needed = sorted(set(placed.values()))
         if absent := [file for file in needed if not (self.directory / file).is_file()]:
@@ -84,55 +82,51 @@ class TensorFolder:
             )
         found: dict[str, list[TensorHeader]] = defaultdict(list)
         for file in sorted(set(self._index.values())):
-            headers = self._headers(file) if file in needed else self._headers_if_mentioned(file, prefix)
+            headers = self._open(file).headers() if file in needed else self._headers_if_mentioned(file, prefix)
             for name, header in headers.items():
                 if name.startswith(prefix) and relevant(name):
                     found[name].append(header)
-        return Inventory({n: hs[0] for n, hs in found.items()}, tuple(_contradictions(placed, found)))
+        located = {n: hs[0] for n, hs in found.items()}
+        self._located |= located
+        return Inventory(located, tuple(_contradictions(placed, found)))
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Return `tensor[index]`, which may be a view of the mapped file: copy what is kept.
+    def read(self, names: str | Sequence[str], index: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Return `tensor[index]` of a tensor that an inventory has found, or of several, one below the other.
 
-        Raises CheckpointError when the file cannot be read.
+        index:  a slice for each of the leading dimensions, step 1
+
+        The result is contiguous memory of its own. Raises CheckpointError when a file cannot be read or has changed.
         """
-        from safetensors import SafetensorError
+        headers = [self._located[name] for name in ([names] if isinstance(names, str) else names)]
+        files = {header.file for header in headers}
+        if len(files) == 1:
+            return self._open(files.pop()).read(headers, index)
+        import torch
 
-        file = self._index[name]
-        handle = self._open(file)
-        try:
-            tensor: torch.Tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read {name} from {self.directory / file}: {error}") from error
-        return tensor
-
-    def _headers(self, file: str) -> dict[str, TensorHeader]:
-        entries = _parse_header(self.directory / file)
-        self._open(file)  # also checks that the tensors fill the file exactly
-        return {
-            name: TensorHeader(name, str(entry["dtype"]), tuple(entry["shape"]), file)
-            for name, entry in entries.items()
-        }
+        return torch.cat([self._open(header.file).read([header], index) for header in headers])
 
     def _headers_if_mentioned(self, file: str, prefix: str) -> dict[str, TensorHeader]:
-        """Parse the header only if it holds `prefix` at all: a search is far cheaper than 5,000 entries of JSON."""
+        """Parse the header only if it mentions the prefix's layer: a search is far cheaper than parsing JSON."""
+        layer = re.match(r".*?layers\.\d+\.", prefix)
+        path = self.directory / file
+        opened = self._files.get(file)
+        if opened is not None:  # something was read from it before, so it may not change
+            opened.check()
         try:
-            if f'"{prefix}'.encode() not in _raw_header(self.directory / file):
-                return {}
-            return self._headers(file)
-        except CheckpointError:
+            watched = Watched(path)
+            known = self._mentions.get(file)
+            if known is None or known[0] != watched.identity:
+                starts = frozenset(start.decode() for start in _LAYER.findall(raw_header(path)))
+                known = self._mentions[file] = (watched.identity, starts)
+            return {} if layer and layer[0] not in known[1] else (opened or ShardFile(path)).headers()
+        except (CheckpointError, UnicodeDecodeError):
             return {}
 
-    def _open(self, file: str) -> Any:
-        """Return the file's `safe_open` handle; it maps the file and is kept as long as the folder."""
-        if (handle := self._handles.get(file)) is None:
-            from safetensors import SafetensorError, safe_open
-
-            path = self.directory / file
-            try:
-                handle = self._handles[file] = safe_open(os.fspath(path), framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is no valid safetensors file: {error}") from error
-        return handle
+    def _open(self, file: str) -> ShardFile:
+        """Return the open file; it is kept as long as the folder."""
+        if (opened := self._files.get(file)) is None:
+            opened = self._files[file] = ShardFile(self.directory / file)
+        return opened
 
 
 def _contradictions(placed: Mapping[str, str], found: Mapping[str, list[TensorHeader]]) -> list[str]:
@@ -173,42 +167,3 @@ def _only_file(directory: Path) -> str:
             "which says what belongs to the model"
         )
     return files[0]
-
-
-def _raw_header(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if start.startswith(b"version "):
-                raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; fetch it with git lfs pull")
-            if len(start) == 8 and length > _MAX_HEADER:
-                raise CheckpointError(f"{path} is no safetensors file: it would start with a header of {length} bytes")
-            if len(start) < 8 or size < 8 + length:
-                raise CheckpointError(
-                    f"{path} is truncated: its {size} bytes end within the header ({8 + length} bytes)"
-                )
-            return file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _parse_header(path: Path) -> dict[str, Any]:
-    """Return the header's entries by tensor name, having compared the file's size with what they promise."""
-    raw = _raw_header(path)
-    entries = parse_object(raw, f"the header of {path}")
-    entries.pop("__metadata__", None)
-    end = 0
-    for name, entry in entries.items():
-        try:
-            end = max(end, int(entry["data_offsets"][1]))
-            well_formed = isinstance(entry["dtype"], str) and all(isinstance(n, int) for n in entry["shape"])
-        except (KeyError, IndexError, TypeError, ValueError):
-            well_formed = False
-        if not well_formed:
-            raise CheckpointError(f"the header of {path} describes {name} as {entry!r}")
-    size, promised = path.stat().st_size, 8 + len(raw) + end
-    if size < promised:
-        raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header promises {promised}")
-    return entries

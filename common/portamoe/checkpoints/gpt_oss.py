@@ -68,20 +68,16 @@ class GptOssReader:
 def _read(folder: TensorFolder, prefix: str, expert: int, share: Share) -> Expert:
     import torch
 
-    from portamoe.formats import as_e8m0_bytes
-
     one = slice(expert, expert + 1)
     pairs = (one, *share.rows(per_value=2))
     groups = (one, slice(None), share.columns(32))
-    w2_bias = folder.read(f"{prefix}down_proj_bias", (one,))[0].clone()
+    w2_bias = folder.read(f"{prefix}down_proj_bias", (one,))[0]
     return Expert(
         w13=_separate(folder.read(f"{prefix}gate_up_proj_blocks", pairs)[0].flatten(1)),
-        w13_scale=_separate(as_e8m0_bytes(folder.read(f"{prefix}gate_up_proj_scales", pairs)[0])),
+        w13_scale=_separate(folder.read(f"{prefix}gate_up_proj_scales", pairs)[0]),
         w13_bias=_separate(folder.read(f"{prefix}gate_up_proj_bias", pairs)[0]),
-        w2=folder.read(f"{prefix}down_proj_blocks", groups)[0].flatten(1).clone(),
-        w2_scale=as_e8m0_bytes(folder.read(f"{prefix}down_proj_scales", groups)[0]).clone(
-            memory_format=torch.contiguous_format
-        ),
+        w2=folder.read(f"{prefix}down_proj_blocks", groups)[0].flatten(1),
+        w2_scale=folder.read(f"{prefix}down_proj_scales", groups)[0],
         # Ranks add their partial sums, so exactly one of them may carry the bias.
         w2_bias=w2_bias if share.rank == 0 else torch.zeros_like(w2_bias),
     )

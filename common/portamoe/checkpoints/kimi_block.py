@@ -14,7 +14,7 @@ Source of names and shapes: moonshotai/Kimi-K3, config.json and model.safetensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,25 +114,15 @@ def block_weights(
     check_tensors(folder, prefix, expected, lambda name: not name.startswith(experts), sizes)
     part = _part(rules.shared_intermediate_size, shared_parallel)
 
-    def read(name: str, *index: slice) -> torch.Tensor:
-        return folder.read(prefix + name, index)
-
-    return _read_all(read, part, has_norm=rules.norm_eps is not None)
-
-
-def _read_all(read: Callable[..., torch.Tensor], part: slice, *, has_norm: bool) -> BlockWeights:
-    import torch
-
-    gate_up = [read(f"shared_experts.{name}_proj.weight", part) for name in ("gate", "up")]
-    down = read("shared_experts.down_proj.weight", slice(None), part)
+    gate_up = [f"{prefix}shared_experts.{name}_proj.weight" for name in ("gate", "up")]
     return BlockWeights(
-        router=read("gate.weight").clone(),
-        correction_bias=read("gate.e_score_correction_bias").float().clone(),
-        down=read("routed_expert_down_proj.weight").clone(),
-        up=read("routed_expert_up_proj.weight").clone(),
-        norm=read("routed_expert_norm.weight").clone() if has_norm else None,
-        shared_gate_up=torch.cat(gate_up),
-        shared_down=down.clone(memory_format=torch.contiguous_format),
+        router=folder.read(f"{prefix}gate.weight"),
+        correction_bias=folder.read(f"{prefix}gate.e_score_correction_bias").float(),
+        down=folder.read(f"{prefix}routed_expert_down_proj.weight"),
+        up=folder.read(f"{prefix}routed_expert_up_proj.weight"),
+        norm=None if rules.norm_eps is None else folder.read(f"{prefix}routed_expert_norm.weight"),
+        shared_gate_up=folder.read(gate_up, (part,)),
+        shared_down=folder.read(f"{prefix}shared_experts.down_proj.weight", (slice(None), part)),
     )
 
 
