@@ -142,6 +142,8 @@ def _device_problems(files: Mapping[str, Any]) -> list[str]:
 
 def _result_problems(files: Mapping[str, Any]) -> list[str]:
     results = files["results.json"]
+    if results["complete"] is not True:
+        return ["the run ended early"]
     failed = [f"{c['backend']} {c['group']} {c['case']}" for c in results["checks"] if c["status"] == "failed"]
     if failed:
         return [f"failed checks: {', '.join(failed)}"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from portamoe import canary, registry, verdicts
-from portamoe.acceptance import ACTIVATIONS
+from portamoe.acceptance.checklist import ACTIVATIONS
 from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
 from portamoe.alternatives import Alternative, alternatives, label
 from portamoe.canary import CanaryFault, canary_problem, cases_of, judge, references, token_buckets

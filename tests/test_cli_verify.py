@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from portamoe import acceptance, bundle, registry, verdicts
-from portamoe.acceptance import Subject, checks
+from portamoe import bundle, registry, verdicts
+from portamoe.acceptance import checklist, pool
+from portamoe.acceptance.checklist import Subject, checks
+from portamoe.acceptance.pool import Pool
 from portamoe.activations import SiTU, SwiGLU
 from portamoe.cli import main, verify
 from portamoe.decision import Reason
@@ -37,10 +39,10 @@ def subject(monkeypatch, tmp_path):
     monkeypatch.delenv("PORTAMOE_CANARY", raising=False)
     verdicts._store.cache_clear()
     # The groups and what they find are in question here, not the number of sizes.
-    monkeypatch.setattr(acceptance, "TOKEN_EDGES", (1, 9))
-    monkeypatch.setattr(acceptance, "ACTIVATIONS", acceptance.ACTIVATIONS[:2])
+    monkeypatch.setattr(checklist, "TOKEN_EDGES", (1, 9))
+    monkeypatch.setattr(checklist, "ACTIVATIONS", checklist.ACTIVATIONS[:2])
     few = ("typical", "none_local", "rank_in_middle", "bf16")
-    monkeypatch.setattr(acceptance, "EDGE_CASES", tuple(c for c in acceptance.EDGE_CASES if c.name in few))
+    monkeypatch.setattr(checklist, "EDGE_CASES", tuple(c for c in checklist.EDGE_CASES if c.name in few))
 
     def make(backend):
         monkeypatch.setattr(registry, "backends", lambda: (backend,))
@@ -68,13 +70,13 @@ def test_a_right_backend_passes_everything_but_what_cannot_be_run(subject):
 
 
 def test_the_full_set_covers_every_activation_case_and_routing():
-    every = list(acceptance.plan(Subject(faulty.Right(), SPEC, SPEC, HERE, quick=False)))
+    every = list(checklist.plan(Subject(faulty.Right(), SPEC, SPEC, HERE, quick=False)))
     counts = Counter(group for group, _, _ in every)
     assert [*GROUPS, "timing"] == list(counts)
     assert counts["activation"] == 9
-    assert counts["shape"] == len(acceptance.EDGE_CASES)
+    assert counts["shape"] == len(checklist.EDGE_CASES)
     assert counts["routing"] == 8
-    names = {type(activation).__name__ for activation in acceptance.ACTIVATIONS}
+    names = {type(activation).__name__ for activation in checklist.ACTIVATIONS}
     assert names == {"SiTU", "SwiGLU", "SwiGLUOAI", "SwiGLUStep", "GeGLU", "ReLU2"}
 
 
@@ -171,12 +173,14 @@ def spec_file(tmp_path):
     return str(path)
 
 
-def test_a_child_that_crashes_is_a_failure_with_what_came_last(plug_in, spec_file, capsys):
+def test_a_child_that_crashes_is_a_failed_check(plug_in, spec_file, capsys, monkeypatch):
+    monkeypatch.setattr(pool, "_CHILDREN", 1)
     plug_in("os.abort()")
     assert main(["verify", "--backend", "plugged", "--device", "cpu", "--spec", spec_file, "--quick"]) == 1
     text = capsys.readouterr().out
-    assert re.search(r"plugged process child: ended by SIGABRT after nothing", text)
-    assert re.search(r"^FAILED    0 passed, 1 failed, 0 not run$", text, re.M)
+    assert re.search(r"plugged canary spec: child process: ended by SIGABRT", text)
+    assert re.search(r"plugged process all: 1 children ended early; the checks behind canary spec were not run", text)
+    assert re.search(r"^FAILED    0 passed, 1 failed, 1 not run$", text, re.M)
 
 
 def test_a_child_that_hangs_is_ended(plug_in, spec_file, capsys):
@@ -185,7 +189,7 @@ def test_a_child_that_hangs_is_ended(plug_in, spec_file, capsys):
     assert main(command) == 1
     report = json.loads(capsys.readouterr().out)
     assert [c["status"] for c in report["checks"]] == ["failed"]
-    assert report["checks"][0]["detail"].startswith("no end within 4 s after nothing")
+    assert report["checks"][0]["detail"].startswith("child process: no end within 4 s")
 
 
 def test_a_rejected_or_unknown_backend(capsys):
@@ -200,7 +204,7 @@ def test_variants_that_are_only_on_request_are_left_out_on_a_cpu_unless_named(mo
     backend = faulty.Right(only_on_request=lambda *_: slow)
     monkeypatch.setattr(registry, "backends", lambda: (backend,))
     ran = []
-    monkeypatch.setattr(verify, "_run_backend", lambda name, *_: ran.append(name) or [])
+    monkeypatch.setattr(Pool, "run", lambda self, names, *_, **__: ran.extend(names))
     report = verify.verify(SPEC, device="cpu")
     assert (report["passed"], ran) == (False, [])
     assert report["left_out"][0]["reasons"] == [slow.to_dict()]
@@ -232,7 +236,7 @@ def test_the_torch_backend_passes_on_this_machine(run):
     assert report["counts"]["failed"] == 0
     assert report["counts"]["passed"] > 70
     assert {c["detail"] for c in report["checks"] if c["status"] == "not run"} == {"graphs need a GPU"}
-    assert len(list((folder / "cache/verdicts").glob("torch-cpu-*.json"))) >= len(acceptance.ACTIVATIONS)
+    assert len(list((folder / "cache/verdicts").glob("torch-cpu-*.json"))) >= len(checklist.ACTIVATIONS)
 
 
 def test_the_table(run):
@@ -262,7 +266,7 @@ def test_the_bundle_is_whole_and_valid(run, script, capsys):
     files = script.read(target)
     assert files["results.json"] == report
     assert len(files["timings.json"]) == 4
-    assert len(files["verdicts.json"]) == 1 + len(acceptance.ACTIVATIONS)
+    assert len(files["verdicts.json"]) == 1 + len(checklist.ACTIVATIONS)
     assert files["probe.json"]["devices"]
     assert script.main([str(target)]) == 0
     assert "no cell becomes measured: a CPU runs no tiles" in capsys.readouterr().out
@@ -312,6 +316,7 @@ SPOILT = {
     "failed checks: torch shape typical": spoil(
         lambda f: next(c for c in f["results.json"]["checks"] if c["case"] == "typical").update(status="failed")
     ),
+    "the run ended early": spoil(lambda f: f["results.json"].update(complete=False)),
     "not on cpu": spoil(lambda f: f["verdicts.json"][0]["key"].update(arch="gfx942")),
     "did not pass": spoil(lambda f: f["verdicts.json"][0]["verdict"].update(passed=False)),
     "has torch 1.0": spoil(lambda f: f["verdicts.json"][0]["key"]["versions"].update(torch="1.0")),

@@ -101,8 +101,9 @@ def ensure(backend: Backend, spec: MoESpec, device: Device, max_tokens: int, *, 
 
     key = verdicts.key_of(backend, small, device)
     known = store.read(key)
+    before: Verdict | None = None
     if force and store.first_time(key):
-        known = None
+        before, known = known, None
     if known is not None and not known.passed:
         return known
     try:
@@ -110,7 +111,8 @@ def ensure(backend: Backend, spec: MoESpec, device: Device, max_tokens: int, *, 
         covered = () if known is None else known.cases
         if missing := tuple(case for case in cases if case not in covered):
             known = _joined(known, canary.run(backend, small, missing, canary.torch_device(device)))
-            store.write(key, known)
+            # What was forced and passed again leaves the other cases as they were found earlier.
+            store.write(key, _joined(before, known) if before and before.passed and known.passed else known)
     except RuntimeError as error:
         if canary.capturing():
             raise
@@ -125,7 +127,7 @@ def _joined(before: Verdict | None, new: Verdict) -> Verdict:
         return new
     return replace(
         new,
-        cases=(*before.cases, *new.cases),
+        cases=tuple(dict.fromkeys((*before.cases, *new.cases))),
         indistinct=tuple(dict.fromkeys((*before.indistinct, *new.indistinct))),
     )
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
-import time
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portamoe.child import run_module
+from portamoe.acceptance.pool import Pool, default_jobs
+from portamoe.acceptance.shares import GROUPS
 from portamoe.decision import Accepted, BackendRejected, Decision, Rejected
 
 if TYPE_CHECKING:
@@ -21,10 +26,10 @@ if TYPE_CHECKING:
 EXIT_CODES = "exit codes: 0 all passed; 1 a check failed, nothing was checked or --backend is rejected; 2 wrong usage"
 #: Of the JSON form; grows when a key changes its meaning or goes away.
 SCHEMA = 1
-MARK = "portamoe-check:"
-GROUPS = ("canary", "activation", "shape", "tokens", "routing", "repeat", "windows", "graph", "timing", "process")
-#: Seconds that one backend may take; a first run compiles for minutes.
+#: Seconds that one child may take; a first run compiles for minutes.
 _TIMEOUT = 3600.0
+#: Seconds between two writes of what was found so far.
+_WRITE_EVERY = 1.0
 
 Json = dict[str, Any]
 
@@ -34,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "verify",
         help="check every backend's numbers on this machine: activations, shapes, routing, repeatability, graphs",
-        description="Run the acceptance set on every backend that accepts the spec, each in a child process. "
+        description="Run the acceptance set on every backend that accepts the spec, in child processes. "
         "What cannot be run says why and does not count as passed.",
         epilog=EXIT_CODES,
     )
@@ -44,8 +49,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--quick", action="store_true", help="fewer numbers of tokens, no timings")
     parser.add_argument("--bundle", metavar="FILE", help="write probe record, verdicts, results and timings as a zip")
+    parser.add_argument("--results", metavar="FILE", help="write the JSON object there too, and keep it up to date")
     parser.add_argument(
-        "--timeout", type=float, default=_TIMEOUT, metavar="S", help=f"seconds a backend may take ({_TIMEOUT:g})"
+        "--jobs", type=int, metavar="N", help="child processes at once; default: as cores and memory allow, 1 on a CPU"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=_TIMEOUT, metavar="S", help=f"seconds a child process may take ({_TIMEOUT:g})"
     )
 
 
@@ -55,13 +64,21 @@ def execute(args: argparse.Namespace) -> int:
     from portamoe.spec import load_spec
 
     target = bundle.checked_target(args.bundle) if args.bundle else None
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs}, expected at least 1")
+    results = None if args.results is None else Path(args.results)
+    if results is not None:
+        _write(results, {})  # a long run must not end in an error
     report = verify(
         load_spec(args.spec),
         device=args.device,
         backend=args.backend,
         quick=args.quick,
         timeout=args.timeout,
+        jobs=args.jobs,
         name=args.spec,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
+        so_far=None if results is None else lambda report: _write(results, report),
     )
     if target is not None:
         bundle.write(target, report)
@@ -72,6 +89,13 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if report["passed"] else 1
 
 
+def _write(path: Path, report: Json) -> None:
+    """Replace the file as a whole."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    beside.replace(path)
+
+
 def verify(
     spec: MoESpec,
     *,
@@ -79,7 +103,10 @@ def verify(
     backend: str | None = None,
     quick: bool = False,
     timeout: float = _TIMEOUT,
+    jobs: int | None = None,
     name: str = "",
+    tell: Callable[[str], None] = lambda _: None,
+    so_far: Callable[[Json], None] | None = None,
 ) -> Json:
     """Run the acceptance set and return the report.
 
@@ -87,8 +114,13 @@ def verify(
     device:   as torch names it; default: the first visible one
     backend:  only this one; BackendRejected where it is, ValueError where none has that name
     quick:    fewer numbers of tokens and no timings
-    timeout:  seconds that each backend may take
+    timeout:  seconds that a child process may take
+    jobs:     child processes at once; default: as cores and memory allow
     name:     what the report calls the spec
+    tell:     is called with a line of text whenever a part is done
+    so_far:   is called with the report of what was found until then, about once a second
+
+    SIGTERM and SIGINT end the children; the report then holds what was found and is not `complete`.
     """
     from portamoe import dispatch, registry
     from portamoe.detection import detect
@@ -102,27 +134,88 @@ def verify(
         if selection.name is None:
             raise BackendRejected(f"on {where.torch_name} ({where.arch}), {selection.why}", decisions)
         decisions = tuple(d for d in decisions if d.backend == backend)
-    checks: list[Json] = []
     skipped: list[Json] = []
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     for decision in decisions:
         if reasons := _left_out(decision, where, named=backend is not None):
             skipped.append({"backend": decision.backend, "package": decision.package, "reasons": reasons})
-        else:
-            checks += _run_backend(decision.backend, spec, where, quick, timeout)
-    counts = Counter(check["status"] for check in checks)
-    return {
+    out = {entry["backend"] for entry in skipped}
+    checked = [decision.backend for decision in decisions if decision.backend not in out]
+    head = {
         "schema": SCHEMA,
-        "started": started,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "spec_name": name,
         "spec": spec.to_dict(),
         "device": _device(where),
         "quick": quick,
-        "passed": bool(counts["passed"]) and not counts["failed"],
-        "counts": {status: counts[status] for status in ("passed", "failed", "not run")},
-        "checks": checks,
-        "left_out": skipped,
     }
+    pool = Pool(jobs=default_jobs(where) if jobs is None else jobs, timeout=timeout, tell=tell)
+
+    def report(*, complete: bool) -> Json:
+        checks = pool.checks(checked)
+        return head | _counted(checks, complete) | {"checks": checks, "left_out": skipped}
+
+    complete = False
+    try:
+        with _signals(), _regularly(so_far, lambda: report(complete=False)):
+            pool.run(checked, spec, where, quick=quick)
+        complete = True
+    except (_Cut, KeyboardInterrupt) as cut:
+        tell(f"ended early by {type(cut).__name__ if not cut.args else cut}: the report holds what was found")
+    final = report(complete=complete)
+    if so_far is not None:
+        so_far(final)
+    return final
+
+
+def _counted(checks: Sequence[Json], complete: bool) -> Json:
+    counts = Counter(check["status"] for check in checks)
+    return {
+        "complete": complete,
+        "passed": complete and bool(counts["passed"]) and not counts["failed"],
+        "counts": {status: counts[status] for status in ("passed", "failed", "not run")},
+    }
+
+
+class _Cut(Exception):
+    """The process is asked to end."""
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turn SIGTERM into an exception: batch systems and `timeout` send it some seconds before they kill."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def cut(number: int, frame: object) -> None:  # noqa: ARG001
+        raise _Cut(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, cut)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _regularly(so_far: Callable[[Json], None] | None, report: Callable[[], Json]) -> Iterator[None]:
+    """Hand over the report about once a second while the block runs."""
+    if so_far is None:
+        yield
+        return
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(_WRITE_EVERY):
+            so_far(report())
+
+    writer = threading.Thread(target=work, daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()
 
 
 def _device(device: Device) -> Json:
@@ -136,36 +229,6 @@ def _left_out(decision: Decision, device: Device, *, named: bool) -> list[Json]:
     # On a GPU the slower variants are checked as well; Triton's interpreter on a CPU would take hours.
     asked = isinstance(decision, Accepted) and decision.only_on_request
     return [asked.to_dict()] if asked and not named and device.vendor == "cpu" else []
-
-
-def _run_backend(name: str, spec: MoESpec, device: Device, quick: bool, timeout: float) -> Iterator[Json]:
-    """Yield the child's checks as they come, and a failed one if it crashes or hangs."""
-    # Verdicts of the parent's cache, but numbers of the child's own; a mode set outside must not skip the canary.
-    env = {"PORTAMOE_CANARY": "auto"}
-    arguments = [name, device.torch_name, json.dumps(spec.to_dict()), "quick" if quick else "full"]
-    start, last = time.monotonic(), "nothing"
-    child = run_module("portamoe.acceptance", arguments, timeout, env)
-    for line in child.lines:
-        if line.startswith(MARK):
-            check = json.loads(line.removeprefix(MARK))
-            last = f"{check['group']} {check['case']}"
-            yield check
-    if child.code == 0:
-        return
-    if child.code is None:
-        how = f"no end within {timeout:g} s"
-    else:
-        how = f"ended by {child.signal}" if child.signal else f"exit code {child.code}"
-    detail = "; ".join([f"{how} after {last}", *child.last_words])
-    yield {
-        "backend": name,
-        "group": "process",
-        "case": "child",
-        "status": "failed",
-        "detail": detail,
-        "seconds": time.monotonic() - start,
-        "figures": {},
-    }
 
 
 def to_text(report: Json) -> str:
@@ -184,7 +247,8 @@ def to_text(report: Json) -> str:
         for entry in report["left_out"]:
             lines += [f"  {entry['backend']} ({entry['package']}): {_reason(reason)}" for reason in entry["reasons"]]
     counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items())
-    lines.append(f"{'passed' if report['passed'] else 'FAILED'}    {counts}")
+    state = "passed" if report["passed"] else "FAILED" if report["complete"] else "CUT   "
+    lines.append(f"{state}    {counts}")
     return "\n".join(lines)
 
 

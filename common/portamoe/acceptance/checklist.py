@@ -1,27 +1,22 @@
-"""The acceptance set: everything that a backend has to show on the machine at hand, as a list of checks.
-
-`portamoe verify` runs it for each backend in a child process, `python -m portamoe.acceptance`, because a kernel on a
-new device may crash or hang; the child prints one marked JSON line a check.
-"""
+"""The checks of the acceptance set, in order; those of speed are in `timing`."""
 
 from __future__ import annotations
 
 import json
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from portamoe import dispatch, registry, verdicts
+from portamoe import dispatch, verdicts
+from portamoe.acceptance.shares import GROUPS, Share
 from portamoe.activations import Activation, GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
 from portamoe.alternatives import label
 from portamoe.canary import on_device, poisoned
-from portamoe.checks import weight_bytes
 from portamoe.layer import RoutedExperts
 from portamoe.spec import MoESpec
 from portamoe.testing import EDGE_CASES, Problem, Routing, assert_close, make_problem, tolerance_of
@@ -32,7 +27,6 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "not run"]
 
-MARK = "portamoe-check:"
 #: Every activation of the core, with and without what is optional.
 ACTIVATIONS: tuple[Activation, ...] = (
     SiTU(beta=4.0, linear_beta=25.0),
@@ -52,10 +46,9 @@ LARGE_TOKEN_EDGES = (1023, 1024, 1025, 2048, 4095, 4096, 4097)
 CANARY_TOKENS, FEW_TOKENS = 8192, 64
 #: Windows of so many rows.
 WINDOW_ROWS = (16, 100)
-TIMED_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
-#: Weights of the timed layer: larger than any cache, small beside the memory.
-_TIMED_BYTES, _TIMED_SHARE = 8e9, 0.25
-_CALLS, _WARM_CALLS = 20, 3
+
+
+EVERYTHING = Share(GROUPS)
 
 
 class NotRun(Exception):
@@ -86,13 +79,17 @@ class Check:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a backend, the spec asked about, the small spec like it, where, and whether in a hurry."""
+    """What is checked: a backend, the spec asked about, the small spec like it, where, and whether in a hurry.
+
+    turn:  a file that is locked by whoever uses the device alone, to measure times
+    """
 
     backend: Backend
     spec: MoESpec
     small: MoESpec
     device: Device
     quick: bool
+    turn: str | None = None
 
     @property
     def gpu(self) -> bool:
@@ -143,21 +140,41 @@ Outcome = tuple[str, dict[str, Any]]
 Planned = tuple[str, str, Callable[[], Outcome]]
 
 
-def checks(subject: Subject) -> Iterator[Check]:
-    """Run the whole set, one check after the other; what a backend raises is a failed check."""
+def checks(
+    subject: Subject,
+    share: Share = EVERYTHING,
+    done: Collection[tuple[str, str]] = (),
+    begin: Callable[[str, str], None] | None = None,
+) -> Iterator[Check]:
+    """Run the checks of a share, one after the other; what a backend raises is a failed check.
+
+    done:   (group, case) of those that are left out
+    begin:  is told group and case of each check before it is run
+    """
+    seen: Counter[str] = Counter()
     for group, case, do in plan(subject):
-        start = time.perf_counter()
-        status: Status
-        try:
-            detail, figures = do()
-            status = "passed"
-        except NotRun as why:
-            status, detail, figures = "not run", str(why), {}
-        except Exception as error:  # noqa: BLE001 - a backend may throw anything
-            text = str(error).strip()
-            known = isinstance(error, AssertionError) and text
-            status, detail, figures = "failed", text if known else f"{type(error).__name__}: {text}", {}
-        yield Check(subject.backend.name, group, case, status, detail, time.perf_counter() - start, figures)
+        number = seen[group]
+        seen[group] += 1
+        if not share.has(group, number) or (group, case) in done:
+            continue
+        if begin is not None:
+            begin(group, case)
+        yield _checked(subject, group, case, do)
+
+
+def _checked(subject: Subject, group: str, case: str, do: Callable[[], Outcome]) -> Check:
+    start = time.perf_counter()
+    status: Status
+    try:
+        detail, figures = do()
+        status = "passed"
+    except NotRun as why:
+        status, detail, figures = "not run", str(why), {}
+    except Exception as error:  # noqa: BLE001 - a backend may throw anything
+        text = str(error).strip()
+        known = isinstance(error, AssertionError) and text
+        status, detail, figures = "failed", text if known else f"{type(error).__name__}: {text}", {}
+    return Check(subject.backend.name, group, case, status, detail, time.perf_counter() - start, figures)
 
 
 def plan(subject: Subject) -> Iterator[Planned]:
@@ -179,7 +196,9 @@ def plan(subject: Subject) -> Iterator[Planned]:
         yield "windows", f"{rows} rows", partial(_windows, subject, rows)
     for tokens in (1, 33):
         yield "graph", f"{tokens} tokens", partial(_graph, subject, tokens)
-    yield from _timings(subject)
+    from portamoe.acceptance import timing  # it needs what is above
+
+    yield from timing.plan(subject)
 
 
 def _canary(subject: Subject, spec: MoESpec, max_tokens: int) -> Outcome:
@@ -277,90 +296,3 @@ def _graph(subject: Subject, tokens: int) -> Outcome:
         if subject.deterministic and not torch.equal(out, layer(*new)):
             raise AssertionError(f"a replay with {routing} routing differs from a plain call")
     return f"4 routings replayed, {detail}", figures
-
-
-def _timings(subject: Subject) -> Iterator[Planned]:
-    if subject.quick:
-        return
-    spec = subject.small if not subject.gpu else _that_fits(subject.spec, subject.device)
-    made: list[tuple[Problem, RoutedExperts]] = []
-
-    def run(tokens: int) -> Outcome:
-        subject.accept(spec)
-        if not made:
-            problem = make_problem(spec, max(times), device=subject.where)
-            layer = subject.layer(problem)
-            layer.warm_up()
-            made.append((problem, layer))
-        problem, layer = made[0]
-        inputs = (problem.x[:tokens], problem.topk_ids[:tokens], problem.topk_weights[:tokens])
-        y = layer(*inputs)
-        if not bool(torch.isfinite(y).all()):
-            raise AssertionError("the result is not finite")
-        hit = len(set(inputs[1].unique().tolist()) & set(spec.local_experts))
-        read = hit * weight_bytes(spec) // spec.num_local_experts
-        us = _microseconds(lambda: layer(*inputs), subject.where)
-        figures = {"spec": spec.to_dict(), "tokens": tokens, "us": us, "weight_bytes": read, "provenance": "measured"}
-        return f"{us:.1f} µs, {read / us / 1e3:.3g} GB/s of weights", figures
-
-    times = TIMED_TOKENS if subject.gpu else TIMED_TOKENS[:4]
-    for tokens in times:
-        yield "timing", f"{tokens} tokens", partial(run, tokens)
-
-
-def _that_fits(spec: MoESpec, device: Device) -> MoESpec:
-    """Return one rank's share of `spec` that leaves room beside it, with the sizes and the routing of the whole."""
-    free = device.memory_free_bytes or device.memory_bytes or int(_TIMED_BYTES)
-    limit = min(_TIMED_BYTES, _TIMED_SHARE * free)
-    one = weight_bytes(spec) / spec.num_local_experts
-    count = max(1, min(spec.num_local_experts, int(limit / one)))
-    first = spec.local_experts.start
-    return replace(spec, local_experts=range(first, first + count))
-
-
-def _microseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the median time of a call."""
-    for _ in range(_WARM_CALLS):
-        call()
-    times = []
-    for _ in range(_CALLS):
-        if device.type != "cuda":
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-            continue
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run the set for one backend and print a marked line a check: NAME DEVICE SPEC_JSON quick|full."""
-    from portamoe.detection import detect
-
-    name, device_name, text, pace = arguments
-    device = detect().device(device_name)
-    spec = MoESpec.from_dict(json.loads(text))
-    backend = registry.named(name)
-    if backend is None:
-        raise ValueError(f"no backend {name!r}")
-    if device.vendor != "cpu":
-        torch.cuda.set_device(device.index)
-    small = verdicts.canary_spec(backend, spec, device)
-    found: Iterable[Check]
-    if small is None:
-        found = [Check(name, "canary", "spec", "not run", "the backend accepts no small spec like this one")]
-    else:
-        found = checks(Subject(backend, spec, small, device, pace == "quick"))
-    with torch.no_grad():
-        for check in found:
-            sys.stdout.write(f"\n{MARK}{json.dumps(check.to_dict())}\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
