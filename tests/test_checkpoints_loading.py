@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,31 @@ def test_an_interrupted_load_starts_over(interruption: type[BaseException], monk
     ids, weights = torch.randint(0, 16, (4, 4), dtype=torch.int32), torch.rand(4, 4)
     fresh = RoutedExperts(*load_experts(DATA / "kimi-k3-tiny", 1), max_tokens=4, device="cpu", backend="torch")
     assert torch.equal(again(x, ids, weights), fresh(x, ids, weights))
+
+
+@pytest.mark.parametrize("builder", build.BUILDERS, ids=lambda builder: builder.__name__)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_experts_go_straight_into_a_stack(builder: Any, ranks: int, tmp_path: Path) -> None:
+    checkpoint = builder()
+    source = load_experts(checkpoint.write(tmp_path), checkpoint.layer, tensor_parallel=(ranks - 1, ranks))[1]
+    stack = source.materialize()
+    assert len(stack) == len(source)
+    for index in range(len(source)):
+        assert_same(stack.expert(index), source.expert(index))
+    source.read_into(1, stack.expert(0))
+    assert_same(stack.expert(0), source.expert(1))
+    assert_same(stack.expert(1), source.expert(1))
+    with pytest.raises(IndexError, match="local expert 4 of 4"):
+        source.read_into(4, stack.expert(0))
+
+
+def test_a_target_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    source = opened(tmp_path)
+    target = source.expert(0)
+    with pytest.raises(ValueError, match=r"out is torch.uint8 \(96, 32\) .*, expected torch.uint8 \(192, 32\)"):
+        source.read_into(0, replace(target, w13=target.w13[:96]))
+    with pytest.raises(ValueError, match=r"the target's w2_bias is torch.float32 .*, the checkpoint's absent"):
+        source.read_into(0, replace(target, w2_bias=torch.zeros(64)))
 
 
 def test_files_are_closed_with_the_checkpoint(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from portamoe import weights
 from portamoe.checkpoints._safetensors import TensorFolder
 from portamoe.checkpoints.errors import CheckpointError, shorten
+from portamoe.weights import Expert, ExpertWeights
 
 if TYPE_CHECKING:
-    from portamoe.spec import MoESpec
-    from portamoe.weights import Expert, ExpertWeights
+    import torch
 
+    from portamoe.spec import MoESpec
+
+#: How a reader reads one expert by its id in the layer, into given tensors where it can; they may be views.
+ReadExpert = Callable[[int, Expert | None], Expert]
 #: safetensors' names of the dtypes in which E8M0 scales are stored.
 E8M0 = ("U8", "F8_E8M0")
 
@@ -51,7 +54,7 @@ class CheckpointExperts:
     expert's bytes, and of them only this rank's share, and returns tensors of its own on the CPU.
     """
 
-    def __init__(self, spec: MoESpec, description: str, read_expert: Callable[[int], Expert]) -> None:
+    def __init__(self, spec: MoESpec, description: str, read_expert: ReadExpert) -> None:
         self.spec = spec
         #: What the checkpoint is, for people: "Kimi-K3, compressed-tensors mxfp4-pack-quantized".
         self.description = description
@@ -67,11 +70,40 @@ class CheckpointExperts:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"local expert {index} of {len(self)}")
-        return self._read_expert(self.spec.local_experts[index])
+        return self._read_expert(self.spec.local_experts[index], None)
+
+    def read_into(self, index: int, target: Expert) -> None:
+        """Read the local expert `index` into the tensors of `target`: contiguous, on the CPU, such as views of a stack.
+
+        Raises IndexError outside, CheckpointError when it cannot be read, ValueError for tensors that do not fit.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"local expert {index} of {len(self)}")
+        expert = self._read_expert(self.spec.local_experts[index], target)
+        for field in fields(Expert):
+            value, place = getattr(expert, field.name), getattr(target, field.name)
+            if value is place:
+                continue
+            if value is None or place is None or (value.dtype, value.shape) != (place.dtype, place.shape):
+                raise ValueError(f"the target's {field.name} is {_kind(place)}, the checkpoint's {_kind(value)}")
+            place.copy_(value)
 
     def materialize(self) -> ExpertWeights:
-        """Read all experts into one set of stacked tensors."""
-        return weights.stack(self)
+        """Read all experts into one set of stacked tensors; beside them at most one expert is in memory."""
+        first = self.expert(0)
+        stacked = {}
+        for field in fields(Expert):
+            value = getattr(first, field.name)
+            stacked[field.name] = None if value is None else value.new_empty((len(self), *value.shape))
+        out = ExpertWeights(**stacked)  # type: ignore[arg-type]
+        del first
+        for index in range(len(self)):
+            self.read_into(index, out.expert(index))
+        return out
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def check_tensors(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from portamoe.activations import SiTU
 from portamoe.checkpoints._config import Config
-from portamoe.checkpoints._experts import Expected, Share, check_tensors
+from portamoe.checkpoints._experts import Expected, ReadExpert, Share, check_tensors
 from portamoe.checkpoints._safetensors import TensorFolder
 from portamoe.checkpoints.errors import CheckpointError
 from portamoe.spec import BLOCK_SIZE, MoESpec, WeightFormat
@@ -87,9 +87,7 @@ class KimiReader:
             weight_format=self.weight_format,
         )
 
-    def open(
-        self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share
-    ) -> Callable[[int], Expert]:
+    def open(self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share) -> ReadExpert:
         """Check the tensors of the layer's local experts and return how to read one by its id in the layer."""
         prefix = prefix_of(folder, layer) + "experts."
         modules = [f"{prefix}{e}.{p}" for e in spec.local_experts for p in PROJECTIONS]
@@ -106,10 +104,10 @@ class KimiReader:
 
         sizes = f"H={hidden}, I={inter}, E={spec.num_experts} in {config.path}"
         check_tensors(folder, prefix, expected, relevant, sizes)
-        return lambda expert: _read(folder, storage, f"{prefix}{expert}.", share)
+        return lambda expert, out: _read(folder, storage, f"{prefix}{expert}.", share, out)
 
 
-def _read(folder: TensorFolder, storage: Storage, base: str, share: Share) -> Expert:
+def _read(folder: TensorFolder, storage: Storage, base: str, share: Share, out: Expert | None) -> Expert:
     import torch
 
     def scalar(projection: str, suffix: str) -> torch.Tensor:
@@ -119,12 +117,15 @@ def _read(folder: TensorFolder, storage: Storage, base: str, share: Share) -> Ex
             raise CheckpointError(f"{folder.directory}: {name} is {float(value)}, expected a finite positive scale")
         return value.reciprocal() if storage.reciprocal else value
 
-    rows, gate_up = share.rows(), (f"{base}w1", f"{base}w3")
+    def matrix(field: str, projections: tuple[str, ...], suffix: str, *index: slice) -> torch.Tensor:
+        target = None if out is None else getattr(out, field)
+        return folder.read([base + projection + suffix for projection in projections], index, target)
+
     tensors = {
-        "w13": folder.read([p + storage.weight for p in gate_up], rows),
-        "w13_scale": folder.read([p + storage.scale for p in gate_up], rows),
-        "w2": folder.read(f"{base}w2{storage.weight}", (slice(None), share.columns(2))),
-        "w2_scale": folder.read(f"{base}w2{storage.scale}", (slice(None), share.columns(storage.block))),
+        "w13": matrix("w13", ("w1", "w3"), storage.weight, *share.rows()),
+        "w13_scale": matrix("w13_scale", ("w1", "w3"), storage.scale, *share.rows()),
+        "w2": matrix("w2", ("w2",), storage.weight, slice(None), share.columns(2)),
+        "w2_scale": matrix("w2_scale", ("w2",), storage.scale, slice(None), share.columns(storage.block)),
     }
     for field, suffix in (("global_scale", storage.global_scale), ("input_scale", storage.input_scale)):
         if suffix is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,10 +18,9 @@ from portamoe.checkpoints.errors import CheckpointError
 
 if TYPE_CHECKING:
     from portamoe.checkpoints._config import Config
-    from portamoe.checkpoints._experts import Share
+    from portamoe.checkpoints._experts import ReadExpert, Share
     from portamoe.checkpoints._safetensors import TensorFolder
     from portamoe.spec import MoESpec
-    from portamoe.weights import Expert
 
 
 class Reader(Protocol):
@@ -36,9 +35,7 @@ class Reader(Protocol):
         """Return the spec of the whole layer, unsliced; raises a ValueError or TypeError that names the key."""
         ...
 
-    def open(
-        self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share
-    ) -> Callable[[int], Expert]:
+    def open(self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share) -> ReadExpert:
         """Check `spec.local_experts` in the headers and return how to read one by its id in the layer.
 
         spec:   of the whole layer but for the local experts; intermediate_size is not yet the rank's

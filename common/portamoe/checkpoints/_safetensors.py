@@ -90,20 +90,23 @@ class TensorFolder:
         self._located |= located
         return Inventory(located, tuple(_contradictions(placed, found)))
 
-    def read(self, names: str | Sequence[str], index: tuple[slice, ...] = ()) -> torch.Tensor:
+    def read(
+        self, names: str | Sequence[str], index: tuple[slice, ...] = (), out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return `tensor[index]` of a tensor that an inventory has found, or of several, one below the other.
 
         index:  a slice for each of the leading dimensions, step 1
+        out:    where it goes, contiguous on the CPU; default: new memory, contiguous
 
-        The result is contiguous memory of its own. Raises CheckpointError when a file cannot be read or has changed.
+        Raises CheckpointError when a file cannot be read or has changed.
         """
         headers = [self._located[name] for name in ([names] if isinstance(names, str) else names)]
         files = {header.file for header in headers}
         if len(files) == 1:
-            return self._open(files.pop()).read(headers, index)
+            return self._open(files.pop()).read(headers, index, out)
         import torch
 
-        return torch.cat([self._open(header.file).read([header], index) for header in headers])
+        return torch.cat([self._open(header.file).read([header], index) for header in headers], out=out)
 
     def _headers_if_mentioned(self, file: str, prefix: str) -> dict[str, TensorHeader]:
         """Parse the header only if it mentions the prefix's layer: a search is far cheaper than parsing JSON."""

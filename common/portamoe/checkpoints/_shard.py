@@ -124,10 +124,13 @@ class ShardFile(Watched):
             out[name] = TensorHeader(name, entry["dtype"], tuple(entry["shape"]), self.path.name, begin, end)
         return out
 
-    def read(self, headers: Sequence[TensorHeader], index: tuple[slice, ...] = ()) -> torch.Tensor:
+    def read(
+        self, headers: Sequence[TensorHeader], index: tuple[slice, ...] = (), out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return `torch.cat([tensor[index] for each of headers])`, which share a dtype, as a tensor of its own.
 
         index:  a slice with step 1 for each of the leading dimensions
+        out:    where it goes, contiguous on the CPU, of the result's dtype and shape; default: new memory
 
         Of rows that are kept whole exactly their bytes are read. Where columns are cut, whole rows are read, in pieces:
         their bytes lie in the same pages of the file.
@@ -138,7 +141,13 @@ class ShardFile(Watched):
 
         shape = _selected(headers[0].shape, index)
         dtype = getattr(torch, _DTYPES[headers[0].dtype])
-        out = torch.empty((len(headers) * shape[0], *shape[1:]) if shape else (), dtype=dtype)
+        whole = (len(headers) * shape[0], *shape[1:]) if shape else ()
+        if out is None:
+            out = torch.empty(whole, dtype=dtype)
+        elif (out.dtype, tuple(out.shape)) != (dtype, whole) or not out.is_contiguous() or out.device.type != "cpu":
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, expected {dtype} {whole} on the CPU"
+            )
         parts = out.chunk(len(headers)) if shape else (out,)
         for header, part in zip(headers, parts, strict=True):
             try:

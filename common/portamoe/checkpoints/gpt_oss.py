@@ -8,12 +8,11 @@ Source: transformers, integrations/mxfp4.py and models/gpt_oss (interleaving, al
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from portamoe.activations import SwiGLUOAI
 from portamoe.checkpoints._config import Config
-from portamoe.checkpoints._experts import E8M0, Expected, Share, check_tensors
+from portamoe.checkpoints._experts import E8M0, Expected, ReadExpert, Share, check_tensors
 from portamoe.checkpoints._safetensors import TensorFolder
 from portamoe.checkpoints.errors import CheckpointError
 from portamoe.spec import MoESpec
@@ -48,9 +47,7 @@ class GptOssReader:
             bias=True,
         )
 
-    def open(
-        self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share
-    ) -> Callable[[int], Expert]:
+    def open(self, config: Config, folder: TensorFolder, layer: int, spec: MoESpec, share: Share) -> ReadExpert:
         """Check the layer's six tensors and return how to read one expert by its id."""
         prefix = f"model.layers.{layer}.mlp.experts."
         E, H, I = spec.num_experts, spec.hidden_size, spec.intermediate_size  # noqa: E741
@@ -62,7 +59,7 @@ class GptOssReader:
                 f"{prefix}{name}_bias": Expected(("BF16", "F32"), (E, rows)),
             }
         check_tensors(folder, prefix, expected, lambda _: True, f"H={H}, I={I}, E={E} in {config.path}")
-        return lambda expert: _read(folder, prefix, expert, share)
+        return lambda expert, _: _read(folder, prefix, expert, share)
 
 
 def _read(folder: TensorFolder, prefix: str, expert: int, share: Share) -> Expert:
