@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -30,7 +31,8 @@ class MoESpec:
     weight_format:      "mxfp4", "nvfp4" or "bf16"
     activation_format:  "bf16" keeps x and h as they are; the others quantise them before each GEMM
     bias:               each expert adds a bias after GEMM1 and GEMM2 (gpt-oss)
-    local_experts:      ids that live on this rank, a contiguous range; default: all
+    local_experts:      ids that live on this rank, a contiguous range; default, and for `range(0)`: all of them, as
+                        many as there are when `dataclasses.replace` changes `num_experts`
 
     Raises ValueError or TypeError that names the field, what came and what was expected.
     """
@@ -72,8 +74,10 @@ class MoESpec:
         local = self.local_experts
         if not isinstance(local, range):
             raise TypeError(f"local_experts must be a range, got {local!r}")
-        if local == range(0):
-            object.__setattr__(self, "local_experts", range(self.num_experts))
+        # `replace` hands on the very object: all experts of the old number become all of the new one.
+        default = local.start == local.stop == 0  # range(5, 5) is equal to range(0), but no way to say "all"
+        if default or local == range(self.num_experts) or local is _all(len(local)):
+            object.__setattr__(self, "local_experts", _all(self.num_experts))
         elif local.step != 1 or local.start < 0 or local.stop > self.num_experts or not local:
             raise ValueError(
                 f"local_experts must be a non-empty contiguous range within 0:{self.num_experts}, "
@@ -84,6 +88,11 @@ class MoESpec:
     def num_local_experts(self) -> int:
         """E_local, experts held by this rank."""
         return len(self.local_experts)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take copied or unpickled values; `all experts` stays that."""
+        self.__dict__.update(state)
+        self._validate_local_experts()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; `local_experts` is [first, end)."""
@@ -109,6 +118,12 @@ class MoESpec:
                 raise ValueError(f"local_experts must be [first, end), got {bounds!r}")
             values["local_experts"] = range(*cast("list[int]", bounds))
         return cls(**values)
+
+
+@functools.cache
+def _all(num_experts: int) -> range:
+    """Return the one object that stands for all experts, so that it can be told from a range that a caller made."""
+    return range(num_experts)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
