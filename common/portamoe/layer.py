@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from portamoe import nvfp4
+from portamoe import custom_op, nvfp4
 from portamoe.decision import Accepted
 from portamoe.detection import detect
 from portamoe.dispatch import choose_verified
 from portamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from portamoe.backend import Backend, WarmUpReport
     from portamoe.registry import Selection
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 #: What x may be where a backend does not say more in `x_dtypes`.
 _X_DTYPES = ("bfloat16",)
+_NO_BACKWARD = "RoutedExperts is for inference and has no backward; call it under torch.no_grad()"
 
 
 class RoutedExperts(nn.Module):
@@ -82,6 +83,8 @@ class RoutedExperts(nn.Module):
         self._workspace = self._make_workspace(workspace)
         with self._on_device():
             self._prepared = self.backend.prepare(weights, spec, self.device, progress)
+        self._hooks: dict[str, Any] = {}
+        self._key = custom_op.add(self)
 
     @property
     def decision(self) -> Accepted:
@@ -123,18 +126,51 @@ class RoutedExperts(nn.Module):
         topk_ids:      (T, K) int32 or int64, ids of the whole layer; -1 and other ranks' ids contribute nothing
         topk_weights:  (T, K) float32
         out:           (T, H), dtype of x, contiguous, overlapping no other tensor; default: a new tensor
-        hooks:         handed to the backend; one without such points raises TypeError
+        hooks:         handed to the backend in place of those of `set_hooks`; one without such points raises TypeError
         returns        (T, H), dtype of x
+
+        Where torch.compile, an export or fake tensors look at it, the call is one operator, `portamoe::routed_experts`.
 
         Raises ValueError or TypeError naming the tensor, what came and what was expected.
         """
-        self._check_inputs(x, topk_ids, topk_weights)
+        if custom_op.traced(x):
+            return self._traced(x, topk_ids, topk_weights, out, hooks)
+        given = out is not None
         if out is None:
             out = torch.empty_like(x)
-        else:
-            self._check_out(out, x, topk_ids, topk_weights)
+        self.run(x, topk_ids, topk_weights, self._workspace, out, hooks or self._hooks, overlap=given)
+        return out
+
+    def set_hooks(self, **hooks: Any) -> None:
+        """Hand `hooks` to the backend in every later call, compiled ones included; none: take them away.
+
+        They are called while the operator runs: what they read must not be changed by the same compiled graph, and a
+        captured graph keeps what they did at its capture.
+        """
+        self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        workspace: torch.Tensor,
+        out: torch.Tensor,
+        hooks: Mapping[str, Any] | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        """Write the result to `out` now, whoever looks; what the operator does. Tensors as in `forward`.
+
+        workspace:  (N,) uint8, N >= `workspace_bytes`
+        hooks:      default: those of `set_hooks`
+        overlap:    look whether `out` overlaps another tensor
+        """
+        self._check_inputs(x, topk_ids, topk_weights)
+        if overlap:
+            self._check_out(out, workspace, x, topk_ids, topk_weights)
         if x.shape[0] == 0:
-            return out
+            return
         if self.validate:
             _check_ids(topk_ids, self.spec.num_experts)
         with self._on_device():
@@ -143,23 +179,55 @@ class RoutedExperts(nn.Module):
                 x,
                 topk_ids,
                 topk_weights,
-                self._workspace,
+                workspace,
                 out,
                 max_local_rows=self.max_local_rows,
-                **hooks,
+                **(self._hooks if hooks is None else hooks),
             )
+
+    def _traced(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        hooks: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Leave one operator in the graph; only what needs no data is looked at before it runs."""
+        if hooks:
+            raise TypeError(
+                f"the hooks {sorted(hooks)} of one call cannot be traced; hand them to set_hooks() before, or call the "
+                "layer outside of torch.compile"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(_NO_BACKWARD)
+        if out is None:
+            out = torch.empty_like(x)
+        workspace = custom_op.workspace_for(x, self._workspace)
+        custom_op.call(x, topk_ids, topk_weights, workspace, out, self._key)
         return out
 
+    def check_metadata(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Raise ValueError or TypeError for dtypes, shapes and devices that `run` would refuse, whatever T is."""
+        self._check_tensors(x, topk_ids, topk_weights)
+        self._check_tensor("out", out, (x.dtype,), tuple(x.shape))
+
     def _check_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        if x.dim() != 2 or x.shape[1] != self.spec.hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, {self.spec.hidden_size})")
-        tokens = x.shape[0]
-        if tokens > self.max_tokens:
+        self._check_tensors(x, topk_ids, topk_weights)
+        if x.shape[0] > self.max_tokens:
             raise ValueError(
-                f"x has {tokens} tokens, the layer was made for max_tokens={self.max_tokens}; "
+                f"x has {x.shape[0]} tokens, the layer was made for max_tokens={self.max_tokens}; "
                 "raise it or split the call"
             )
-        slots = (tokens, self.spec.top_k)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(_NO_BACKWARD)
+
+    def _check_tensors(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self.spec.hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, {self.spec.hidden_size})")
+        slots = (x.shape[0], self.spec.top_k)
         allowed = tuple(getattr(torch, name) for name in getattr(self.backend, "x_dtypes", _X_DTYPES))
         for name, tensor, dtypes, shape in (
             ("x", x, allowed, tuple(x.shape)),
@@ -167,8 +235,6 @@ class RoutedExperts(nn.Module):
             ("topk_weights", topk_weights, (torch.float32,), slots),
         ):
             self._check_tensor(name, tensor, dtypes, shape)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("RoutedExperts is for inference and has no backward; call it under torch.no_grad()")
 
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
@@ -182,10 +248,10 @@ class RoutedExperts(nn.Module):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous; call .contiguous()")
 
-    def _check_out(self, out: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> None:
+    def _check_out(self, out: torch.Tensor, workspace: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> None:
         self._check_tensor("out", out, (x.dtype,), tuple(x.shape))
         names = ("x", "topk_ids", "topk_weights", "the workspace")
-        for name, tensor in zip(names, (x, *others, self._workspace), strict=True):
+        for name, tensor in zip(names, (x, *others, workspace), strict=True):
             if _overlap(out, tensor):
                 raise ValueError(f"out overlaps {name}; give it memory of its own")
 
