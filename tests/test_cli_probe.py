@@ -55,7 +55,7 @@ def test_json_is_one_object_and_nothing_else(run):
     code, out, err = run("probe", "--json", "--root", MI355X)
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert list(report) == ["schema", "host", "devices", "toolchain", "backends", "selected"]
+    assert list(report) == ["schema", "host", "devices", "toolchain", "backends", "selected", "note"]
     assert report["selected"] == "aiter"
 
 
@@ -143,6 +143,30 @@ def test_a_spec_file_is_asked(run, tmp_path):
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     report = json.loads(run("probe", "--json", "--spec", str(tmp_path / "spec.json"), "--root", MI355X)[1])
     assert report["selected"] != "aiter"
+
+
+NOTES = {
+    ("h200", "bf16"): "are served as MXFP4 by triton_fused, with the same values",
+    ("h200", "nvfp4"): 'would be served as MXFP4 by triton_fused with activation_format="bf16"',
+    ("lumi-g", "bf16"): "are served as MXFP4 by triton_unfused, with the same values",
+    ("rubin-flashinfer-0.7.2", "nvfp4"): None,
+    ("cpu-only", "bf16"): None,
+}
+
+
+@pytest.mark.parametrize(("host", "activations"), NOTES)
+def test_what_becomes_of_nvfp4_weights_is_said(run, tmp_path, host, activations):
+    """A layer converts a recode back where no fast backend takes NVFP4: the probe must not suggest torch is all."""
+    from portamoe.spec import KIMI_K3
+
+    spec, root = tmp_path / "spec.json", str(HOSTS / host)
+    spec.write_text(json.dumps(KIMI_K3.to_dict() | {"weight_format": "nvfp4", "activation_format": activations}))
+    note = NOTES[host, activations]
+    found = json.loads(run("probe", "--json", "--spec", str(spec), "--root", root)[1])["note"]
+    text = run("probe", "--spec", str(spec), "--root", root)[1]
+    assert (found is None) if note is None else found.endswith(note)
+    assert (found or "selected\n") in text
+    assert json.loads(run("probe", "--json", "--root", root)[1])["note"] is None
 
 
 def test_record_and_replay(run, tmp_path):

@@ -195,8 +195,8 @@ BAD_USAGE = {
 @pytest.mark.parametrize("name", BAD_USAGE)
 def test_bad_usage_is_exit_code_2_with_one_message(base, run, name):
     arguments, message = BAD_USAGE[name]
-    code, _, err = run(*base, *arguments)
-    assert code == 2
+    code, out, err = run(*base, *arguments)
+    assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
 

@@ -250,13 +250,8 @@ def served_as(
     A backend that takes NVFP4 itself comes first. Where there is none but `torch`, or the one named refuses NVFP4 and
     takes MXFP4, the weights are converted back if they are a recode; the log says which.
     """
-    from portamoe import registry
-
-    plain = {None, "torch"}
-    if spec.weight_format != "nvfp4" or registry.choose(spec, device, backend).name not in plain:
-        return spec, source
-    other = mxfp4_spec(spec)
-    if isinstance(other, Reason) or registry.choose(other, device, backend).name in plain:
+    choice = mxfp4_choice(spec, device, backend)
+    if choice is None or isinstance(choice, Reason):
         return spec, source
     recoded = recode_to_mxfp4(source, spec)
     if isinstance(recoded, Reason):
@@ -264,3 +259,23 @@ def served_as(
         return spec, source
     _LOG.info("NVFP4 weights are a recode of MXFP4 and are served as that, with the same values")
     return recoded
+
+
+def mxfp4_choice(spec: MoESpec, device: Device, backend: str | None = None) -> str | Reason | None:
+    """Return the backend that serves an NVFP4 spec's weights as MXFP4, if they are a recode of that.
+
+    backend:  the name asked for, None for $PORTAMOE_BACKEND or the automatic choice
+
+    None where a backend other than `torch` takes NVFP4 as it is, or none takes MXFP4 either; a Reason where the spec
+    itself keeps its weights from that. Needs no torch.
+    """
+    from portamoe import registry
+
+    plain = {None, "torch"}
+    if spec.weight_format != "nvfp4" or registry.choose(spec, device, backend).name not in plain:
+        return None
+    other = mxfp4_spec(spec)
+    if isinstance(other, Reason):
+        return other
+    name = registry.choose(other, device, backend).name
+    return None if name in plain else name

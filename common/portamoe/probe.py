@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from portamoe import registry
-from portamoe.decision import Accepted, Decision, Rejected
+from portamoe.decision import Accepted, Decision, Reason, Rejected
 from portamoe.detection import detect
 from portamoe.detection.host import module_folder
 from portamoe.device import Device, Host
@@ -32,6 +32,8 @@ class Capabilities:
     selection: registry.Selection
     #: What importing each vendor package in a child process did; only `deep` does so.
     imports: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: What a layer makes of NVFP4 weights that no fast backend takes as they are.
+    note: str | None = None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -52,7 +54,7 @@ class Capabilities:
         raise ValueError(f"unknown backend {backend!r}; known: {known}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: schema, host, devices, toolchain, backends, selected."""
+        """Return the JSON form: schema, host, devices, toolchain, backends, selected, note."""
         host = {
             f.name: getattr(self.host, f.name)
             for f in fields(self.host)
@@ -66,6 +68,7 @@ class Capabilities:
             "toolchain": _plain({name: getattr(self.host, name) for name in TOOLCHAIN} | self._imports()),
             "backends": [_decision(decision) for decision in self.decisions],
             "selected": self.selected,
+            "note": self.note,
         }
 
     def _imports(self) -> dict[str, Any]:
@@ -134,7 +137,22 @@ def capabilities(
         selection = registry.choose_or_explain(question, asked, decisions)
     else:
         selection = registry.choose(question, asked, backend, decisions)
-    return Capabilities(detection.host, detection.devices, selection, MappingProxyType(imports))
+    note = _served_as(question, asked, backend)
+    return Capabilities(detection.host, detection.devices, selection, MappingProxyType(imports), note)
+
+
+def _served_as(spec: MoESpec, device: Device, backend: str | None) -> str | None:
+    """Say what becomes of NVFP4 weights on this device, None where they are served as they are."""
+    from portamoe.nvfp4 import mxfp4_choice
+
+    choice = mxfp4_choice(spec, device, backend)
+    recode = "NVFP4 weights that are a recode of MXFP4, as nvidia/Kimi-K3-NVFP4's are,"
+    if isinstance(choice, Reason):
+        other = replace(spec, activation_format="bf16")
+        if isinstance(better := mxfp4_choice(other, device, backend), str):
+            return f'{recode} would be served as MXFP4 by {better} with activation_format="bf16"'
+        return None
+    return f"{recode} are served as MXFP4 by {choice}, with the same values" if choice else None
 
 
 def _deep_decision(decision: Decision, spec: MoESpec, device: Device, timeout: float) -> Decision:

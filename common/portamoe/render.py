@@ -30,9 +30,13 @@ def to_text(report: Json, *, question: str = "", why: str = "") -> str:
         "caches": _caches(host["caches"]),
         "problems": [reason_line(problem) for problem in host["problems"]],
         f"backends{f' for {question}' if question else ''}": _backends(report["backends"]),
-        "selected": [f"{report['selected'] or 'none'}{f': {why}' if why else ''}"],
+        "selected": [f"{report['selected'] or 'none'}{f': {why}' if why else ''}", *_note(report)],
     }
     return "\n".join(_section(title, lines) for title, lines in sections.items() if lines)
+
+
+def _note(report: Json) -> list[str]:
+    return [report["note"]] if report.get("note") else []
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

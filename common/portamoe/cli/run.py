@@ -79,6 +79,7 @@ def _run(args: argparse.Namespace) -> int:
     from portamoe.checkpoints import load_experts
 
     spec, source = load_experts(args.checkpoint, args.layer, args.experts)
+    _check_names(spec, args)
     inputs = _read_inputs(Path(args.input), spec) if args.input else _draw(spec, source, args)
     expected = _read_expected(Path(args.expected), inputs.x) if args.expected else None
     _report("checkpoint", f"{args.checkpoint} layer {args.layer}: {_describe(spec)}")
@@ -95,6 +96,16 @@ def _run(args: argparse.Namespace) -> int:
     if not passed:
         sys.stderr.write("portamoe: the result is beyond the tolerance\n")
     return 0 if passed else 1
+
+
+def _check_names(spec: MoESpec, args: argparse.Namespace) -> None:
+    """Raise ValueError for a device or backend that there is not, before anything is drawn or printed."""
+    from portamoe import registry
+    from portamoe.detection import detect
+
+    found = detect()
+    device = found.devices[0] if args.device is None else found.device(args.device)
+    registry.choose(spec, device, args.backend)
 
 
 @dataclass(frozen=True)
