@@ -127,14 +127,55 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
         ("[]", "has schema 'list'"),
         ("{}", "has schema None"),
         ('{"schema": 2}', "has schema 2, this version reads 1"),
-        ('{"schema": 1, "env": []}', "'env' is list, expected dict"),
-        ('{"schema": 1, "nvml": 1}', "'nvml' is int, expected dict or null"),
-        ('{"schema": 1, "nvml": {"devices": [{}]}}', "detection failed: KeyError"),
+        ('{"schema": 1, "env": []}', r"env is \[\], expected object"),
+        ('{"schema": 1, "nvml": 1}', "nvml is 1, expected object or null"),
     ],
 )
 def test_a_damaged_recording_is_an_error(tmp_path, text, message):
     (tmp_path / "host.json").write_text(text)
     with pytest.raises(DetectionError, match=message):
+        detect(tmp_path)
+
+
+#: Key -> a value that no recording has, and what is said of it.
+ODD = {
+    "env.HOME": (3, "env.HOME is 3, expected text"),
+    "nvml.driver": (..., "nvml.driver is missing"),
+    "nvml.devices": ({}, r"nvml.devices is \{\}, expected list"),
+    "nvml.devices.0": ("H200", r"nvml.devices\[0\] is 'H200', expected object"),
+    "nvml.devices.0.name": (..., r"nvml.devices\[0\].name is missing"),
+    "nvml.devices.0.compute_capability": ("9.0", r"compute_capability is '9.0', expected list or null"),
+    "nvml.devices.0.memory_bytes": (True, r"memory_bytes is True, expected integer or null"),
+    "torch.version": (2.11, "torch.version is 2.11, expected text or null"),
+    "distributions.torch": (None, "distributions.torch is None, expected text"),
+    "ptxas.targets": ("sm_90a", "ptxas.targets is 'sm_90a', expected list"),
+    "ptxas.targets.1": (90, r"ptxas.targets\[1\] is 90, expected text"),
+    "vendor.triton": (3.6, "vendor.triton is 3.6, expected text or null"),
+    "vendor.aiter": ({"is_amd": "yes"}, "vendor.aiter.is_amd is 'yes', expected true or false"),
+    "vendor.flashinfer": ({"nvcc": "13"}, "vendor.flashinfer.nvcc is '13', expected object or null"),
+    "rocm": ({"version": "6.4"}, "rocm.kfd is missing"),
+    "problems": ([{"what": "x"}], r"problems\[0\].value is missing"),
+    "caches": ({"A": {"path": "/", "writable": 1, "set": True}}, "caches.A.writable is 1, expected true or false"),
+    "unreadable": ([1], r"unreadable\[0\] is 1, expected text"),
+    "python": (["a" * 99], "python is list, expected text"),
+}
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_a_value_of_another_type_is_named(tmp_path, key):
+    """Anywhere: a TypeError from deep inside would not say which line of the file to look at."""
+    facts = load(HOSTS / "h200")
+    value, message = ODD[key]
+    *outer, last = (int(part) if part.isdigit() else part for part in key.split("."))
+    target = facts
+    for part in outer:
+        target = target[part]
+    if value is ...:
+        del target[last]
+    else:
+        target[last] = value
+    (tmp_path / "host.json").write_text(json.dumps(facts))
+    with pytest.raises(DetectionError, match=f"host.json: .*{message}$"):
         detect(tmp_path)
 
 

@@ -12,7 +12,7 @@ from portamoe.spec import KIMI_K3, MoESpec
 
 COPIES = {
     "as it is": lambda spec: spec,
-    "pickled": lambda spec: pickle.loads(pickle.dumps(spec)),
+    "pickled": lambda spec: pickle.loads(pickle.dumps(spec)),  # noqa: S301 - its own bytes
     "deep copy": copy.deepcopy,
     "JSON": lambda spec: MoESpec.from_dict(spec.to_dict()),
     "all, named": lambda spec: replace(spec, local_experts=range(896)),

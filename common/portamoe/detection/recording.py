@@ -13,26 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from portamoe.detection.files import Files
+from portamoe.detection.schema import fault
 
 SCHEMA = 1
 HOST_FILE = "host.json"
-
-_OBJECT = (dict, type(None))
-#: The type of each known key; more keys may be there.
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "machine": (str,),
-    "python": (str,),
-    "env": (dict,),
-    "rocm": _OBJECT,
-    "nvml": _OBJECT,
-    "torch": _OBJECT,
-    "distributions": (dict,),
-    "ptxas": _OBJECT,
-    "vendor": (dict,),
-    "caches": (dict,),
-    "problems": (list,),
-    "unreadable": (list,),
-}
 
 
 class DetectionError(RuntimeError):
@@ -56,10 +40,8 @@ def load(root: Path) -> dict[str, Any]:
     if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
         found = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
         raise DetectionError(f"{path} has schema {found!r}, this version reads {SCHEMA}")
-    for name, types in _TYPES.items():
-        if name in facts and not isinstance(facts[name], types):
-            wanted = " or ".join("null" if t is type(None) else t.__name__ for t in types)
-            raise DetectionError(f"{path}: {name!r} is {type(facts[name]).__name__}, expected {wanted}")
+    if wrong := fault(facts):
+        raise DetectionError(f"{path}: {wrong}")
     return facts
 
 
