@@ -9,7 +9,7 @@ DATA := tests/data/kimi-k3-tiny
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint format test-kernels check-isa test-flashinfer test-flashinfer-kernels test-containers clean env-run env-test env-dev
+.PHONY: run test lint format test-kernels check-isa test-flashinfer test-flashinfer-kernels test-cute test-containers clean env-run env-test env-dev
 
 run: env-run
 	$(BIN)/portamoe probe capabilities
@@ -38,6 +38,10 @@ test-flashinfer: env-test
 # Compiles FlashInfer's CuteDSL kernel with SiTU for SM100, SM103 and SM107 after that; minutes, no GPU, not in CI.
 test-flashinfer-kernels: test-flashinfer
 	$(VENV)/flashinfer/bin/python tests/flashinfer/contract/compile_kernels.py
+
+# Compiles the CuteDSL kernels for SM90, SM100, SM103 and SM107 in an environment of their own; no GPU.
+test-cute: env-test
+	$(BIN)/python tests/skinny/cute_contract/environment.py
 
 lint: env-dev
 	$(BIN)/ruff check .
