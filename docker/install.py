@@ -39,7 +39,8 @@ def main() -> None:
         say(f"install: keeping the base's {describe(before)}")
     elif args.torch:
         index = ["--extra-index-url", args.torch_index] if args.torch_index else []
-        pip("install", *index, args.torch)
+        # torch does not require NumPy, but warns at the first tensor of every process without it.
+        pip("install", *index, args.torch, "numpy")
         before = snapshot()
         say(f"install: the base had no torch; installed {describe(before)}")
     else:

@@ -169,3 +169,21 @@ def test_torch_that_is_too_old_for_portamoe_is_named(base: Path) -> None:
     (info / "METADATA").write_text(needs.format("2.10"))
     with pytest.raises(SystemExit, match=r"portamoe needs torch>=2.10, but this base has torch 2.9.1\+rocm6.4"):
         install.check_requirements()
+
+
+def test_torch_comes_with_numpy_into_a_base_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NumPy torch warns in every process; a base that brings its own torch is left as it is."""
+    ran: list[tuple[str, ...]] = []
+    with zipfile.ZipFile(tmp_path / "portamoe-0.1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("portamoe-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: portamoe\nVersion: 0.1.0\n")
+    monkeypatch.setattr(sys, "argv", ["install.py", str(tmp_path), "--torch", "torch==2.13.0+cpu"])
+    monkeypatch.setattr(install, "pip", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(install, "check_requirements", lambda: None)
+    monkeypatch.setattr(install, "describe", lambda _: "")
+    monkeypatch.setattr(install, "snapshot", dict)
+    install.main()
+    assert ran[0] == ("install", "torch==2.13.0+cpu", "numpy")
+    ran.clear()
+    monkeypatch.setattr(install, "snapshot", lambda: {"torch": frozenset()})
+    install.main()
+    assert not any("numpy" in arguments for arguments in ran)
