@@ -138,9 +138,7 @@ def _read(folder: TensorFolder, storage: Storage, base: str, share: Share, out: 
 def prefix_of(folder: TensorFolder, layer: int) -> str:
     """Return the start of the names of layer `layer`'s block; raises CheckpointError where two are in use."""
     candidates = tuple(pattern.format(layer) for pattern in PREFIXES)
-    below = tuple(f"{p}experts." for p in candidates)
-    experts = [name for name in folder.names if name.startswith(below)]
-    present = [p for p in candidates if any(name.startswith(p) for name in experts)]
+    present = [prefix for prefix in candidates if folder.below(f"{prefix}experts.")]
     if len(present) > 1:
         raise CheckpointError(f"{folder.directory}: layer {layer} has experts under two names, {' and '.join(present)}")
     return present[0] if present else candidates[0]

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_NAME = "model.safetensors.index.json"
-#: The start of a tensor's name up to its layer's number, as a header holds it.
-_LAYER = re.compile(rb'"([^"]*?layers\.\d+\.)')
+#: The number of a tensor's layer, in its name as a header holds it.
+_LAYER = re.compile(rb"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class TensorFolder:
         #: Where the tensors are that an inventory has found.
         self._located: dict[str, TensorHeader] = {}
         #: The layers that a file's header mentions, and the state of the file in which it did.
-        self._mentions: dict[str, tuple[Identity, frozenset[str]]] = {}
+        self._mentions: dict[str, tuple[Identity, frozenset[bytes]]] = {}
         index_file = directory / INDEX_NAME
         self._watched: Watched | None = None
         if index_file.is_file():
@@ -55,12 +56,27 @@ class TensorFolder:
             self._watched.check()
         else:
             file = _only_file(directory)
-            self._index = dict.fromkeys(self._open(file).headers(), file)
+            self._index = dict.fromkeys(self._open(file).headers(lambda _: True), file)
 
     @property
     def names(self) -> Mapping[str, str]:
         """The file of every tensor, as the index has it."""
         return self._index
+
+    def below(self, prefix: str) -> Mapping[str, str]:
+        """Return the names that start with `prefix`, and their files as the index has them."""
+        layer = _layer_of(prefix)
+        names = self._index if layer is None else self._by_layer.get(layer, {})
+        return {name: file for name, file in names.items() if name.startswith(prefix)}
+
+    @cached_property
+    def _by_layer(self) -> Mapping[str, Mapping[str, str]]:
+        """The index by the start of the names up to the layer's number: half a million names are sorted once."""
+        out: dict[str, dict[str, str]] = defaultdict(dict)
+        for name, file in self._index.items():
+            if (layer := _layer_of(name)) is not None:
+                out[layer][name] = file
+        return out
 
     def inventory(self, prefix: str, relevant: Callable[[str], bool]) -> Inventory:
         """Return the headers of all tensors below `prefix` whose name is `relevant`, and what contradicts.
@@ -72,7 +88,7 @@ class TensorFolder:
         """
         if self._watched is not None:
             self._watched.check()
-        placed = {n: f for n, f in self._index.items() if n.startswith(prefix) and relevant(n)}
+        placed = {n: f for n, f in self.below(prefix).items() if relevant(n)}
         needed = sorted(set(placed.values()))
         if absent := [file for file in needed if not (self.directory / file).is_file()]:
             of_them = sum(file in absent for file in placed.values())
@@ -80,12 +96,18 @@ class TensorFolder:
                 f"{self.directory / INDEX_NAME} places {of_them} needed tensors in files that are not there: "
                 f"{shorten(absent)}"
             )
+
+        def wanted(name: str) -> bool:
+            return name.startswith(prefix) and relevant(name)
+
         found: dict[str, list[TensorHeader]] = defaultdict(list)
-        for file in sorted(set(self._index.values())):
-            headers = self._open(file).headers() if file in needed else self._headers_if_mentioned(file, prefix)
+        for file in self._all_files:
+            is_needed = file in needed
+            headers = (
+                self._open(file).headers(wanted) if is_needed else self._headers_if_mentioned(file, prefix, wanted)
+            )
             for name, header in headers.items():
-                if name.startswith(prefix) and relevant(name):
-                    found[name].append(header)
+                found[name].append(header)
         located = {n: hs[0] for n, hs in found.items()}
         self._located |= located
         return Inventory(located, tuple(_contradictions(placed, found)))
@@ -108,9 +130,9 @@ class TensorFolder:
 
         return torch.cat([self._open(header.file).read([header], index) for header in headers], out=out)
 
-    def _headers_if_mentioned(self, file: str, prefix: str) -> dict[str, TensorHeader]:
+    def _headers_if_mentioned(self, file: str, prefix: str, wanted: Callable[[str], bool]) -> dict[str, TensorHeader]:
         """Parse the header only if it mentions the prefix's layer: a search is far cheaper than parsing JSON."""
-        layer = re.match(r".*?layers\.\d+\.", prefix)
+        layer = re.search(_LAYER, prefix.encode())
         path = self.directory / file
         opened = self._files.get(file)
         if opened is not None:  # something was read from it before, so it may not change
@@ -119,17 +141,27 @@ class TensorFolder:
             watched = Watched(path)
             known = self._mentions.get(file)
             if known is None or known[0] != watched.identity:
-                starts = frozenset(start.decode() for start in _LAYER.findall(raw_header(path)))
-                known = self._mentions[file] = (watched.identity, starts)
-            return {} if layer and layer[0] not in known[1] else (opened or ShardFile(path)).headers()
-        except (CheckpointError, UnicodeDecodeError):
+                known = self._mentions[file] = (watched.identity, frozenset(_LAYER.findall(raw_header(path))))
+            return {} if layer and layer[1] not in known[1] else (opened or ShardFile(path)).headers(wanted)
+        except CheckpointError:
             return {}
+
+    @cached_property
+    def _all_files(self) -> Sequence[str]:
+        return sorted(set(self._index.values()))
 
     def _open(self, file: str) -> ShardFile:
         """Return the open file; it is kept as long as the folder."""
         if (opened := self._files.get(file)) is None:
             opened = self._files[file] = ShardFile(self.directory / file)
         return opened
+
+
+def _layer_of(name: str) -> str | None:
+    """Return a name's start up to and with its layer's number: "model.layers.7." of "model.layers.7.mlp.up"."""
+    start = name.find("layers.")
+    end = name.find(".", start + len("layers."))
+    return None if start < 0 or end < 0 else name[: end + 1]
 
 
 def _contradictions(placed: Mapping[str, str], found: Mapping[str, list[TensorHeader]]) -> list[str]:

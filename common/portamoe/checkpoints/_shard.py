@@ -11,7 +11,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: The format's limit on the length of a header, bytes.
 _MAX_HEADER = 100_000_000
 #: Rows of which only some columns are kept are read in pieces of about this many bytes.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 256 << 10
 #: safetensors' names of dtypes -> torch's, the dtypes that a reader here asks for.
 _DTYPES = {
     "U8": "uint8",
@@ -109,8 +109,10 @@ class ShardFile(Watched):
         weakref.finalize(self, os.close, self._descriptor)
         super().__init__(path)
 
-    def headers(self) -> dict[str, TensorHeader]:
-        """Parse the header; it is not kept, because the headers of all of Kimi-K3's shards take hundreds of MB.
+    def headers(self, wanted: Callable[[str], bool]) -> dict[str, TensorHeader]:
+        """Parse the header and return what it says of the tensors whose name is `wanted`.
+
+        The rest is not kept, because the headers of all of Kimi-K3's shards take hundreds of MB.
 
         Raises CheckpointError unless the tensors fill the file exactly.
         """
@@ -119,7 +121,8 @@ class ShardFile(Watched):
         _check_layout(self.path)
         self.check(self._descriptor)
         start, out = 8 + len(raw), {}
-        for name, entry in entries.items():
+        for name in filter(wanted, entries):
+            entry = entries[name]
             begin, end = (start + int(offset) for offset in entry["data_offsets"])
             out[name] = TensorHeader(name, entry["dtype"], tuple(entry["shape"]), self.path.name, begin, end)
         return out
