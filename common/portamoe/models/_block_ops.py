@@ -5,7 +5,7 @@ Both compute in float32 and round once, and neither waits for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -87,7 +87,9 @@ class TritonOps:
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         h = gate_up.new_empty((tokens, size))
         grid = (-(-size // _SITU_COLUMNS), tokens)
-        situ_kernel[grid](gate_up, h, size, activation.beta, activation.linear_beta, _SITU_COLUMNS, num_warps=4)
+        _launch(
+            situ_kernel, grid, gate_up, h, size, activation.beta, activation.linear_beta, _SITU_COLUMNS, num_warps=4
+        )
         return h
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -95,7 +97,7 @@ class TritonOps:
         from portamoe.models._block_kernels import norm_kernel
 
         out = torch.empty_like(x)
-        norm_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], _power_of_2(x.shape[1]), num_warps=8)
+        _launch(norm_kernel, (x.shape[0],), x, weight, out, eps, x.shape[1], _power_of_2(x.shape[1]), num_warps=8)
         return out
 
 
@@ -124,7 +126,7 @@ def partial_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     grid = (-(-experts // _LOGIT_EXPERTS), splits, -(-tokens // _LOGIT_TOKENS))
     sizes = (experts, width, _LOGIT_TOKENS, _LOGIT_EXPERTS, _LOGIT_COLUMNS, steps)
-    router_logits_kernel[grid](x, weight, partial, tokens, *sizes, widen, num_warps=4, num_stages=4)
+    _launch(router_logits_kernel, grid, x, weight, partial, tokens, *sizes, widen, num_warps=4, num_stages=4)
     return partial
 
 
@@ -137,8 +139,12 @@ def choose(partial: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter) -> tu
     weights = torch.empty((tokens, rule.top_k), dtype=torch.float32, device=partial.device)
     bins, slots = _power_of_2(experts), _power_of_2(rule.top_k)
     constants = (experts, bins, rule.top_k, slots, splits, rule.renormalize, rule.routed_scaling_factor)
-    route_kernel[(tokens,)](partial, bias, ids, weights, tokens, *constants, num_warps=4)
+    _launch(route_kernel, (tokens,), partial, bias, ids, weights, tokens, *constants, num_warps=4)
     return ids, weights
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+    kernel[grid](*arguments, **options)
 
 
 def _power_of_2(value: int) -> int:
