@@ -43,6 +43,10 @@ test-flashinfer-kernels: test-flashinfer
 test-cute: env-test
 	$(BIN)/python tests/skinny/cute_contract/environment.py
 
+# Compares the plug-in with the real vLLM, the newest or VLLM=<version>, in an environment of its own.
+test-vllm: env-test
+	$(BIN)/python tests/vllm/contract/environment.py $(VLLM)
+
 lint: env-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
