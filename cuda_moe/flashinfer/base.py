@@ -40,6 +40,7 @@ class FlashInferWeights:
     w13_scale, w2_scale:  block scales as `FlashInferLayout.shapes` has them, uint8
     w13_alpha, w2_alpha:  (E,) float32 — what GEMM1's and GEMM2's accumulators are multiplied with
     x_factor, h_factor:   (1,) float32 — 1 / input scale of x and of h, 1 where they are not quantised to NVFP4
+    atomic:               the kernel adds up a token's experts with atomics
     """
 
     backend: str
@@ -55,6 +56,7 @@ class FlashInferWeights:
     w2_alpha: torch.Tensor
     x_factor: torch.Tensor
     h_factor: torch.Tensor
+    atomic: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +71,10 @@ class FlashInferBackend:
     table:      the backend's name in support.json
     functions:  what is taken from FlashInfer
     cute_dsl:   needs CuteDSL and Triton
+
+    graph_safe:     True — a number of tokens can be captured once it was run, which compiles
+    deterministic:  True — the same inputs give the same bits; the variant with atomics says otherwise
+    roundings:      4 — to bf16: h where it is not quantised, each expert's result and the sum
     """
 
     name: str
@@ -77,7 +83,8 @@ class FlashInferBackend:
     package = "cuda_moe"
     functions: tuple[str, ...] = ()
     cute_dsl = False
-    #: To bf16: h where it is not quantised, each expert's result and the sum.
+    graph_safe = True
+    deterministic = True
     roundings = 4
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:
@@ -153,9 +160,14 @@ class FlashInferBackend:
                 stored[name][index].copy_(self._finished(handle, name, tensor.to(device)))
             if progress is not None:
                 progress(index + 1, len(weights))
-        return FlashInferWeights(
-            self.table, spec, mode, layout, handle, **stored, **{n: t.to(device) for n, t in scales.tensors().items()}
-        )
+        factors = {name: tensor.to(device) for name, tensor in scales.tensors().items()}
+        atomic = self._is_atomic(arch_of(device))
+        return FlashInferWeights(self.table, spec, mode, layout, handle, **stored, **factors, atomic=atomic)
+
+    def _is_atomic(self, arch: str) -> bool:
+        """Return whether this backend's kernel adds with atomics on `arch`."""
+        del arch
+        return False
 
     def _finished(self, handle: Handle, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Apply what can only be done on the device."""
@@ -223,6 +235,16 @@ class FlashInferBackend:
     ) -> None:
         """Write the result for x (T, H padded) to `out` (T, H padded)."""
         raise NotImplementedError
+
+
+def arch_of(device: torch.device) -> str:
+    """Return "sm_107" of a torch device, "cpu" where there is no GPU."""
+    import torch
+
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _padded(

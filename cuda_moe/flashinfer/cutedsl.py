@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_moe.flashinfer.base import FlashInferBackend, FlashInferWeights
 from cuda_moe.flashinfer.call import localised, quantised_mxfp8, quantised_nvfp4
+from cuda_moe.flashinfer.support import parsed, support
 from portamoe.activations import Activation, GeGLU, SiTU, SwiGLU, SwiGLUOAI
 from portamoe.decision import Reason
+from portamoe.detection.distributions import version
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +52,7 @@ class FlashInferCuteDsl(FlashInferBackend):
     """The backend.
 
     fused_finalize: GEMM2 adds to the result with atomics, so that the order of the sum, and with it the last bit, may
-                    differ from call to call
+                    differ from call to call; some versions have nothing else on SM107, see `deterministic_on`
     """
 
     fused_finalize: bool = False
@@ -69,9 +71,17 @@ class FlashInferCuteDsl(FlashInferBackend):
         return 94 if self.fused_finalize else 95
 
     @property
-    def deterministic(self) -> bool:
+    def deterministic(self) -> bool:  # type: ignore[override]
         """The same inputs give the same bits."""
         return not self.fused_finalize
+
+    def deterministic_on(self, device: Device) -> bool:
+        """Return `deterministic`, but False where this FlashInfer's kernel for the device has atomics only."""
+        found = parsed((device.host.vendor.get("flashinfer") or {}).get("version"))
+        return self.deterministic and not support().is_atomic_only(device.arch, found)
+
+    def _is_atomic(self, arch: str) -> bool:
+        return self.fused_finalize or support().is_atomic_only(arch, parsed(version("flashinfer-python")))
 
     def only_on_request(self, spec: MoESpec, device: Device) -> Reason | None:
         """Pass over the variant with atomics."""
@@ -111,7 +121,7 @@ class FlashInferCuteDsl(FlashInferBackend):
             "num_local_experts": spec.num_local_experts,
             "local_expert_offset": spec.local_experts.start,
             "output_dtype": x.dtype,
-            "use_fused_finalize": self.fused_finalize,
+            "use_fused_finalize": prepared.atomic,
             "moe_output": out,
             "aux_stream": None,
             "enable_pdl": True,

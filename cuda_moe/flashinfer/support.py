@@ -73,12 +73,29 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class AtomicOnly:
+    """Where CuteDSL's second GEMM has no finalize but the one with atomics; fields as in `Entry`."""
+
+    archs: tuple[str, ...]
+    before: str
+    why: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Support:
     """All of the data file."""
 
     modes: Mapping[str, Mode]
     refused_variables: Mapping[str, str]
     entries: tuple[Entry, ...]
+    atomic_only: tuple[AtomicOnly, ...]
+
+    def is_atomic_only(self, arch: str, version: Version | None) -> bool:
+        """Return whether CuteDSL's results may differ in the last bit on `arch`, whatever is asked for."""
+        return any(
+            arch in line.archs and (version is None or version < Version(line.before)) for line in self.atomic_only
+        )
 
     def mode_for(self, backend: str, spec: MoESpec) -> Mode | None:
         """Return the backend's mode for the spec's formats, None if it has none."""
@@ -124,4 +141,5 @@ def support() -> Support:
         modes=MappingProxyType({name: Mode(name=name, **mode) for name, mode in data["modes"].items()}),
         refused_variables=MappingProxyType(data["refused_variables"]),
         entries=tuple(entries),
+        atomic_only=tuple(AtomicOnly(**{**line, "archs": tuple(line["archs"])}) for line in data["atomic_only"]),
     )

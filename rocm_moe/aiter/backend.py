@@ -60,12 +60,18 @@ class AiterWeights:
 
 
 class AiterBackend:
-    """See `portamoe.backend.Backend`."""
+    """See `portamoe.backend.Backend`.
+
+    graph_safe:     True — a number of tokens can be captured once it was run, which compiles and reads tuned tables
+    deterministic:  False — AITER promises no repeatability, and its tables choose kernels that were not read one by one
+    roundings:      4 — to bf16: h, each expert's result (some second stages add those up in bf16) and the sum
+    """
 
     name = "aiter"
     package = "rocm_moe"
     priority = 100
-    #: To bf16: h, each expert's result (some of AITER's second stages add those up in bf16) and the sum.
+    graph_safe = True
+    deterministic = False
     roundings = 4
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:

@@ -114,11 +114,16 @@ def mxfp8_quantize(call):
     return values, scale.flatten()
 
 
-def cute_dsl(call, version, drop_situ=False):
-    """`cute_dsl_fused_moe` of a release such as (0, 7, 2).
+def cute_dsl(call, version, drop_situ=False, arch="sm_100"):
+    """`cute_dsl_fused_moe` of a release such as "0.7.2".
 
     drop_situ: leave both betas out without an error, as SM107 did before 0.7.2
     """
+    if arch == "sm_107":
+        atomics = tuple(int(part) for part in version.split(".")[:3]) < (0, 7, 4)
+        if atomics and not call["use_fused_finalize"]:
+            raise NotImplementedError("use_fused_finalize=False is not supported by the Rubin (SM107) kernel")
+        _require(call["quant_mode"] == "w4a4", "SM107 has w4a4 alone")
     mode = call["quant_mode"]
     swap = call.get("swap_ab", False)
     _require(mode in ("w4a4", "w4a16", "w4a8"), f"quant_mode {mode!r}")

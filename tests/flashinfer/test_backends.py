@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cuda_moe.flashinfer import base
 from cuda_moe.flashinfer.cutedsl import ATOMIC, FlashInferCuteDsl
 from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
 from cuda_moe.flashinfer.trtllm import BACKEND as TRTLLM
@@ -14,6 +15,7 @@ from portamoe.checkpoints import load_experts
 from portamoe.testing import assert_close, error_metrics, make_problem, tolerance
 from tests.flashinfer import trees
 from tests.flashinfer.problems import MODES, MXFP4_TINY, NAMES, NVFP4_TINY, mode, one_scale, roundings, run, run_problem
+from tests.host_recordings import recorded
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,6 +32,23 @@ def test_w4a4_on_every_version(install, version):
     install(version)
     problem = one_scale(make_problem(spec, 5))
     assert_close(run_problem(backend, problem), problem.reference(), roundings="nvfp4")
+
+
+@pytest.mark.parametrize(("version", "atomic"), [("0.7.2", True), ("0.7.2.post1", True), ("0.7.4", False)])
+def test_rubin_adds_with_atomics_where_its_kernel_has_nothing_else(install, monkeypatch, version, atomic):
+    """Before 0.7.4 the Rubin kernel raises for the deterministic finalize, so asking for it would serve nothing."""
+    backend, spec, _ = mode("cutedsl_w4a4")
+    install(version, arch="sm_107")
+    monkeypatch.setattr(base, "arch_of", lambda _: "sm_107")
+    problem = one_scale(make_problem(spec, 5))
+    prepared = backend.prepare(problem.weights, spec, torch.device("cpu"))
+    assert_close(run_problem(backend, problem, prepared=prepared), problem.reference(), roundings="nvfp4")
+    assert prepared.atomic is atomic
+    assert ATOMIC.prepare(problem.weights, spec, torch.device("cpu")).atomic is True
+    host = recorded("rubin-flashinfer-0.7.2", vendor={"flashinfer": {"version": version}}).devices[0]
+    assert backend.deterministic_on(host) is not atomic
+    assert backend.deterministic_on(recorded("b300").devices[0]) is True
+    assert ATOMIC.deterministic_on(recorded("b300").devices[0]) is False
 
 
 @pytest.mark.parametrize("name", NAMES)

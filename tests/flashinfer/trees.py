@@ -17,8 +17,8 @@ VERSIONS = ("0.6.18", "0.7.0", "0.7.1", "0.7.2", "0.7.2.post1", "0.7.4")
 ARTIFACT = "8ee504560a86b6c72b8c941d3003e8fb1804b1b6/batched_gemm-fdba669-16ba8ed/"
 
 _KERNELS = {
-    "cute_dsl_fused_moe": "cute_dsl(call, VERSION, DROP_SITU)",
-    "cute_dsl_fused_moe_nvfp4": "cute_dsl(call, VERSION, DROP_SITU)",
+    "cute_dsl_fused_moe": "cute_dsl(call, VERSION, DROP_SITU, ARCH)",
+    "cute_dsl_fused_moe_nvfp4": "cute_dsl(call, VERSION, DROP_SITU, ARCH)",
     "trtllm_fp4_block_scale_routed_moe": "trtllm(call, VERSION, DROP_SITU)",
     "cutlass_fused_moe": "cutlass(call, VERSION, DROP_SITU)",
     "interleave_moe_weights_for_sm90_mixed_gemm": "interleave_sm90(call)",
@@ -54,16 +54,20 @@ def activation_types(version: str) -> dict[str, int]:
     return enums["ActivationType"] | later
 
 
-def tree(site: Path, version: str, *, drop_situ: bool = False, without: tuple[str, ...] = ()) -> Path:
+def tree(
+    site: Path, version: str, *, drop_situ: bool = False, without: tuple[str, ...] = (), arch: str = "sm_100"
+) -> Path:
     """Write FlashInfer of `version` into `site`; return the package folder.
 
     drop_situ:  compute SwiGLU where SiTU is asked for, without an error
     without:    functions to leave out, as the package does when Triton or CuteDSL is missing
+    arch:       the device that it believes to run on
     """
     root = site / "flashinfer"
     (root / "fused_moe").mkdir(parents=True)
     shutil.copy(HERE / "strict_kernels.py", root / "_strict.py")
-    head = f"from flashinfer import _strict\nCALLS = []\nVERSION = {version!r}\nDROP_SITU = {drop_situ}\n"
+    constants = {"CALLS": [], "VERSION": version, "DROP_SITU": drop_situ, "ARCH": arch}
+    head = "from flashinfer import _strict\n" + "".join(f"{name} = {value!r}\n" for name, value in constants.items())
     moe = head + "from flashinfer.tllm_enums import ActivationType\n" + _functions(_KERNELS, version, without)
     (root / "fused_moe" / "__init__.py").write_text(moe)
     (root / "__init__.py").write_text(head + _functions(_QUANTISERS, version, without))

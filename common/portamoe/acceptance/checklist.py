@@ -103,8 +103,9 @@ class Subject:
 
     @property
     def deterministic(self) -> bool:
-        """Does the backend promise the same bits for the same inputs? Those that say nothing do."""
-        return bool(getattr(self.backend, "deterministic", True))
+        """Does the backend promise the same bits for the same inputs here? Those that say nothing do."""
+        here = getattr(self.backend, "deterministic_on", None)
+        return bool(getattr(self.backend, "deterministic", True) if here is None else here(self.device))
 
     def accept(self, spec: MoESpec) -> None:
         """Raise NotRun where the backend refuses `spec`."""
