@@ -70,6 +70,14 @@ def call(
     torch.ops.portamoe.routed_experts.default(x, topk_ids, topk_weights, workspace, out, layer)
 
 
+def keep_address(workspace: torch.Tensor) -> None:
+    """Say that `workspace` stays where it is, or Inductor captures no graph that writes to it.
+
+    This is what `torch._dynamo.mark_static_address` does; importing that takes seconds.
+    """
+    workspace._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined] # pyright: ignore
+
+
 def workspace_for(x: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
     """Return `workspace`, or a fake one of its size where `x` is fake and nothing converts real tensors."""
     if torch.compiler.is_compiling():  # compilers and exports make an input of it

@@ -83,6 +83,7 @@ class RoutedExperts(nn.Module):
         self._workspace = self._make_workspace(workspace)
         with self._on_device():
             self._prepared = self.backend.prepare(weights, spec, self.device, progress)
+        custom_op.keep_address(self._workspace)
         self._hooks: dict[str, Any] = {}
         self._key = custom_op.add(self)
 
