@@ -20,7 +20,6 @@ from portamoe.testing import make_problem
 if TYPE_CHECKING:
     from portamoe.acceptance.checklist import Outcome, Planned, Subject
     from portamoe.device import Device
-    from portamoe.layer import RoutedExperts
     from portamoe.spec import MoESpec
     from portamoe.testing import Problem
 
@@ -41,16 +40,16 @@ def plan(subject: Subject) -> Iterator[Planned]:
         return
     spec = that_fits(subject.spec, subject.device) if subject.gpu else subject.small
     times = TOKENS if subject.gpu else TOKENS[:_ON_CPU]
-    made: list[tuple[Problem, RoutedExperts, dict[int, tuple[float, str]]]] = []
+    made: list[tuple[Problem, dict[int, tuple[float, str]]]] = []
 
     def run(tokens: int) -> Outcome:
         subject.accept(spec)
+        waited = 0.0
         if not made:  # all are measured in one turn, when the first is asked for
             problem = make_problem(spec, max(times), device=subject.where)
-            layer = subject.layer(problem)
-            made.append((problem, layer, {}))
-            _measure(subject, problem, layer, times, made[0][2])
-        problem, _, measured = made[0]
+            made.append((problem, {}))
+            waited = _measure(subject, problem, times, made[0][1])
+        problem, measured = made[0]
         if tokens not in measured:
             raise RuntimeError("an earlier measurement failed")
         us, how = measured[tokens]
@@ -58,30 +57,30 @@ def plan(subject: Subject) -> Iterator[Planned]:
         hits = [len(set(ids.unique().tolist()) & local) for _, ids, _ in _parts(problem, tokens)]
         read = sum(hits) * weight_bytes(spec) // (len(hits) * spec.num_local_experts)
         figures = {"spec": spec.to_dict(), "tokens": tokens, "us": us, "weight_bytes": read, "provenance": "measured"}
+        figures["waited_s"] = waited
         return f"{us:.1f} µs ({how}), {read / us / 1e3:.3g} GB/s of weights", figures
 
     for tokens in times:
         yield "timing", f"{tokens} tokens", partial(run, tokens)
 
 
-def _measure(
-    subject: Subject,
-    problem: Problem,
-    layer: RoutedExperts,
-    times: tuple[int, ...],
-    into: dict[int, tuple[float, str]],
-) -> None:
+def _measure(subject: Subject, problem: Problem, times: tuple[int, ...], into: dict[int, tuple[float, str]]) -> float:
+    """Measure every number of tokens; return the seconds that were spent waiting for the turn."""
+    layer = subject.layer(problem)
     for tokens in times:  # compiles; in the turn nothing is left to do but to run
         y = layer(*_parts(problem, tokens)[0])
         if not bool(torch.isfinite(y).all()):
             raise AssertionError(f"the result of {tokens} tokens is not finite")
     graphs = subject.gpu and bool(getattr(subject.backend, "graph_safe", True))
+    start = time.perf_counter()
     with _turn(subject.turn):
+        waited = time.perf_counter() - start
         for tokens in times:
             calls: list[Callable[[], object]] = [partial(layer, *part) for part in _parts(problem, tokens)]
             if graphs:
                 calls = [_captured(call).replay for call in calls]
             into[tokens] = _microseconds(calls, subject.where), "graph" if graphs else "calls"
+    return waited
 
 
 def _parts(problem: Problem, tokens: int) -> list[Inputs]:

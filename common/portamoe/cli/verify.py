@@ -272,7 +272,7 @@ def _table(checks: Sequence[Json]) -> list[str]:
             worst = f"{max(errors):.2g}" if errors else "-"
             lines.append(
                 f"{backend:<22} {group:<11} {counts['passed']:>6} {counts['failed']:>6} {counts['not run']:>7} "
-                f"{worst:>9} {sum(c['seconds'] for c in mine):>8.1f}"
+                f"{worst:>9} {sum(c['seconds'] - c['figures'].get('waited_s', 0.0) for c in mine):>8.1f}"
             )
     return lines
 
