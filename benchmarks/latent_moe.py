@@ -25,6 +25,7 @@ import torch
 from portamoe.checkpoints.kimi_block import BlockConfig, BlockWeights
 from portamoe.cli._measure import eager_us, expert_bytes, launches, limits, median_ms, time_graph
 from portamoe.layer import RoutedExperts
+from portamoe.models._block_ops import partial_logits
 from portamoe.models.kimi_k3 import LatentMoE
 from portamoe.reference import moe_reference
 from portamoe.routing import SigmoidRouter
@@ -165,6 +166,7 @@ def pieces(block: LatentMoE, hidden: list[torch.Tensor]) -> dict[str, float]:
     h = [block._ops.activate(g, CONFIG.activation) for g in gate_up]
     steps: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         "router": (lambda x: block._route(x)[1], [(x,) for x in hidden]),
+        "router logits": (lambda x: partial_logits(x, block._router), [(x,) for x in hidden]),
         "down": (lambda x: block._linear(x, block._down), [(x,) for x in hidden]),
         "experts": (block.experts, [(x, *r) for x, r in zip(latent, route, strict=True)]),
         "norm": (lambda x: block._ops.norm(x, block._norm, 1e-5), [(x,) for x in latent]),

@@ -15,11 +15,11 @@ BF16, F32, I32 = "*bf16", "*fp32", "*i32"
 KERNELS = {
     "router_logits_kernel": (
         {"x": BF16, "weight": BF16, "partial": F32, "tokens": "i32"},
-        {"E": 896, "D": 7168, "BT": 16, "BE": 16, "BK": 256, "STEPS": 7, "WIDEN": False},
+        {"E": 896, "D": 7168, "BT": 16, "BE": 16, "BK": 256, "STEPS": 4, "WIDEN": False},
     ),
     "route_kernel": (
         {"partial": F32, "bias": F32, "ids": I32, "weights": F32, "tokens": "i32"},
-        {"E": 896, "BINS": 1024, "TOPK": 16, "SLOTS": 16, "SPLITS": 4, "RENORMALIZE": True, "FACTOR": 1.0},
+        {"E": 896, "BINS": 1024, "TOPK": 16, "SLOTS": 16, "SPLITS": 7, "RENORMALIZE": True, "FACTOR": 1.0},
     ),
     "situ_kernel": (
         {"gate_up": BF16, "h": BF16, "S": "i32"},
@@ -27,6 +27,8 @@ KERNELS = {
     ),
     "norm_kernel": ({"x": BF16, "weight": BF16, "out": BF16}, {"EPS": 1e-5, "H": 3584, "BLOCK": 4096}),
 }
+#: Targets with programmatic dependent launch.
+DEPENDENT = ("sm_90", "sm_103")
 WARPS = {"norm_kernel": 8}
 
 
@@ -37,14 +39,18 @@ def target(name: str) -> GPUTarget:
 
 
 def main() -> None:
-    for name, (types, constants) in KERNELS.items():
+    for name, (types, sizes) in KERNELS.items():
         fn = getattr(device_code, name)
+        constants = sizes | {"PDL": sys.argv[1] in DEPENDENT}
         signature = {arg: types.get(arg, "constexpr") for arg in fn.arg_names}
         attrs = {
             (i,): [["tt.divisibility", 16]] for i, a in enumerate(fn.arg_names) if types.get(a, "").startswith("*")
         }
         source = ASTSource(fn, signature, constants, attrs)
-        compiled = triton.compile(source, target=target(sys.argv[1]), options={"num_warps": WARPS.get(name, 4)})
+        options = {"num_warps": WARPS.get(name, 4)}
+        if constants["PDL"] and name in ("route_kernel", "situ_kernel"):
+            options["launch_pdl"] = True
+        compiled = triton.compile(source, target=target(sys.argv[1]), options=options)
         spills = int(getattr(compiled.metadata, "n_spills", 0) or getattr(compiled, "n_spills", 0) or 0)
         print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "spills": spills}))  # noqa: T201
 

@@ -4,6 +4,9 @@
 """Device code of the block around the experts: router logits, choice of experts, SiTU, RMSNorm. Any GPU of Triton's.
 
 Everything is computed in float32 and rounded once. Addresses are 64-bit.
+
+PDL: the kernel lets the next one on its stream begin, and where it was itself launched dependent on the one before it,
+it waits for that to end before it touches what that wrote (programmatic dependent launch, NVIDIA from Hopper on).
 """
 
 import triton
@@ -11,8 +14,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)
-#: Below every key of a score; NaN scores have the one above.
-LEAST = tl.constexpr(-(2**63))
+#: In the order of scores as integers: an expert that is taken or none, below NaN, below -Inf.
+TAKEN = tl.constexpr(-0x80000000)
+NOT_A_NUMBER = tl.constexpr(-0x7FFFFFFF)
 
 
 @triton.jit
@@ -44,8 +48,11 @@ def router_logits_kernel(
     BK: tl.constexpr,
     STEPS: tl.constexpr,
     WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """partial[s, t, e] = the part of x[t] · weight[e] over the s-th range of D; the reader adds the parts in order."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     experts = tl.program_id(0) * BE + tl.arange(0, BE)
     split = tl.program_id(1)
     rows = tl.program_id(2) * BT + tl.arange(0, BT)
@@ -85,26 +92,29 @@ def route_kernel(
     SPLITS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     FACTOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The K largest of sigmoid(logit) + bias, the lower id first among equals, NaN last; weights as SigmoidRouter's."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BINS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     score = sigmoid(logits_of(partial, token, tokens, e, e < E, E, SPLITS))
     choice = score + tl.load(bias + e, mask=e < E, other=0.0)
     choice = tl.where(choice == 0.0, 0.0, choice)  # -0 equals 0
     bits = choice.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(choice == choice, ordered, -0x80000000)
-    # The key's upper half orders the scores, its lower half the ids; every expert has another key.
-    key = (ordered.to(tl.int64) << 32) + (BINS - e)
-    key = tl.where(e < E, key, LEAST)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(choice == choice, order, NOT_A_NUMBER)
+    order = tl.where(e < E, order, TAKEN)
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros((SLOTS,), tl.int32)
     for k in range(TOPK):
-        best = tl.max(key, 0)
-        index = BINS - (best & 0xFFFFFFFF).to(tl.int32)
+        # Two reductions of 32 bits, each one instruction a warp; with the id in the low half of 64 bits it takes ten.
+        best = tl.max(order, 0)
+        index = tl.min(tl.where(order == best, e, BINS), 0)
         chosen = tl.where(slot == k, index, chosen)
-        key = tl.where(e == index, LEAST, key)
+        order = tl.where(e == index, TAKEN, order)
     used = slot < TOPK
     value = sigmoid(logits_of(partial, token, tokens, chosen, used, E, SPLITS))
     compared = value + tl.load(bias + chosen, mask=used, other=0.0)
@@ -116,11 +126,14 @@ def route_kernel(
 
 
 @triton.jit
-def situ_kernel(gate_up, h, S, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr):
+def situ_kernel(gate_up, h, S, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """h[t, i] = SiTU(gate_up[t, i], gate_up[t, S + i])."""
     token = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < S
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up + token * 2 * S + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * S + S + i, mask=inside, other=0.0).to(tl.float32)
     value = BETA * tanh(gate / BETA) * sigmoid(gate)
@@ -130,8 +143,10 @@ def situ_kernel(gate_up, h, S, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BL
 
 
 @triton.jit
-def norm_kernel(x, weight, out, EPS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(x, weight, out, EPS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     value = tl.load(x + token * H + i, mask=i < H, other=0.0).to(tl.float32)

@@ -5,7 +5,8 @@ Both compute in float32 and round once, and neither waits for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -21,14 +22,17 @@ _LEAST_TORCH_OUT_DTYPE = (2, 8)
 _SPLIT_TOKENS = 64
 _LOGIT_TOKENS, _LOGIT_EXPERTS, _LOGIT_COLUMNS = 16, 16, 256
 #: Values of D of one program; short ranges, because 896 experts alone make too few programs for a GPU.
-_SPLIT_COLUMNS = 1792
+_SPLIT_COLUMNS = 1024
 _SITU_COLUMNS = 1024
 
 
 class BlockOps(Protocol):
     """What a block does beside its large products; T tokens, D hidden size, H latent size, E experts, K of them."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
 
     def route(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter
@@ -67,18 +71,25 @@ class TorchOps:
         return (value * rate * weight.float()).to(x.dtype)
 
 
+@dataclass(frozen=True)
 class TritonOps:
-    """Triton kernels for bf16 on a GPU: two launches for the routing, one for each of the others."""
+    """Triton kernels for bf16 on a GPU: two launches for the routing, one for each of the others.
 
-    name = "triton"
+    pdl:  launch choice and activation programmatically dependent, each on the kernel that was launched right before it
+          on the same stream: the logits', and whatever made gate_up; and let the kernels behind begin early
+    """
+
+    pdl: bool = False
+
+    name: ClassVar[str] = "triton"
 
     def route(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply in parts of D and let the choice add them up; torch multiplies where there are many tokens."""
         if x.shape[0] <= _SPLIT_TOKENS:
-            return choose(partial_logits(x, weight), bias, rule)
-        return choose(router_logits(x, weight)[None], bias, rule)
+            return choose(partial_logits(x, weight, pdl=self.pdl), bias, rule, pdl=self.pdl)
+        return choose(router_logits(x, weight)[None], bias, rule, pdl=self.pdl)
 
     def activate(self, gate_up: torch.Tensor, activation: SiTU) -> torch.Tensor:
         """Apply SiTU."""
@@ -87,9 +98,8 @@ class TritonOps:
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         h = gate_up.new_empty((tokens, size))
         grid = (-(-size // _SITU_COLUMNS), tokens)
-        _launch(
-            situ_kernel, grid, gate_up, h, size, activation.beta, activation.linear_beta, _SITU_COLUMNS, num_warps=4
-        )
+        formula = (activation.beta, activation.linear_beta)
+        _launch(situ_kernel, grid, gate_up, h, size, *formula, _SITU_COLUMNS, self.pdl, num_warps=4, **_after(self.pdl))
         return h
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -97,7 +107,9 @@ class TritonOps:
         from portamoe.models._block_kernels import norm_kernel
 
         out = torch.empty_like(x)
-        _launch(norm_kernel, (x.shape[0],), x, weight, out, eps, x.shape[1], _power_of_2(x.shape[1]), num_warps=8)
+        _launch(
+            norm_kernel, (x.shape[0],), x, weight, out, eps, x.shape[1], _power_of_2(x.shape[1]), self.pdl, num_warps=8
+        )
         return out
 
 
@@ -114,7 +126,7 @@ def _mm_takes_out_dtype() -> bool:
     return torch.version.hip is None and (int(major), int(minor)) >= _LEAST_TORCH_OUT_DTYPE
 
 
-def partial_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def partial_logits(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     """Return the router's logits as parts (splits, T, E) float32 that add up to them."""
     from portamoe.models._block_kernels import router_logits_kernel
 
@@ -126,11 +138,13 @@ def partial_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     grid = (-(-experts // _LOGIT_EXPERTS), splits, -(-tokens // _LOGIT_TOKENS))
     sizes = (experts, width, _LOGIT_TOKENS, _LOGIT_EXPERTS, _LOGIT_COLUMNS, steps)
-    _launch(router_logits_kernel, grid, x, weight, partial, tokens, *sizes, widen, num_warps=4, num_stages=4)
+    _launch(router_logits_kernel, grid, x, weight, partial, tokens, *sizes, widen, pdl, num_warps=4, num_stages=4)
     return partial
 
 
-def choose(partial: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    partial: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids (T, K) int32 and weights (T, K) float32 for logits in parts (splits, T, E), as `rule` has it."""
     from portamoe.models._block_kernels import route_kernel
 
@@ -138,12 +152,17 @@ def choose(partial: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter) -> tu
     ids = torch.empty((tokens, rule.top_k), dtype=torch.int32, device=partial.device)
     weights = torch.empty((tokens, rule.top_k), dtype=torch.float32, device=partial.device)
     bins, slots = _power_of_2(experts), _power_of_2(rule.top_k)
-    constants = (experts, bins, rule.top_k, slots, splits, rule.renormalize, rule.routed_scaling_factor)
-    _launch(route_kernel, (tokens,), partial, bias, ids, weights, tokens, *constants, num_warps=4)
+    constants = (experts, bins, rule.top_k, slots, splits, rule.renormalize, rule.routed_scaling_factor, pdl)
+    _launch(route_kernel, (tokens,), partial, bias, ids, weights, tokens, *constants, num_warps=4, **_after(pdl))
     return ids, weights
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+def _after(pdl: bool) -> dict[str, bool]:
+    """Return the launch options of a kernel that may begin while the one before it on its stream ends."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     kernel[grid](*arguments, **options)
 
 

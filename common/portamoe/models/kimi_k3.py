@@ -75,7 +75,7 @@ class LatentMoE(nn.Module):
         _check_fit(config, experts, reduce)
         self.config, self.experts, self.dtype, self.device = config, experts, dtype, experts.device
         self._reduce = reduce
-        self._ops = _block_ops(self.device, dtype, kernels)
+        self._ops = _block_ops(self.device, dtype, kernels, own_linear=linear is None)
         self._linear = _default_linear() if linear is None else linear
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         if self._overlap and self.device.type != "cuda":
@@ -276,17 +276,22 @@ def _needs_reduce(part: str) -> ValueError:
     )
 
 
-def _block_ops(device: torch.device, dtype: torch.dtype, wanted: str | None) -> BlockOps:
+def _block_ops(device: torch.device, dtype: torch.dtype, wanted: str | None, *, own_linear: bool) -> BlockOps:
     if wanted not in (None, "triton", "torch"):
         raise ValueError(f"kernels must be 'triton' or 'torch', got {wanted!r}")
     if wanted == "torch" or (wanted is None and (device.type != "cuda" or dtype != torch.bfloat16)):
         return TorchOps()
     reason = triton_reason(detect().host, _LEAST_TRITON)
     if reason is None and dtype == torch.bfloat16:
-        return TritonOps()
+        return TritonOps(pdl=own_linear and _has_dependent_launch(device))  # another's may end in a copy
     if wanted is None:
         return TorchOps()
     raise ValueError(f"kernels='triton' cannot be had: {reason or f'dtype is {dtype}, they take torch.bfloat16'}")
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    """Programmatic dependent launch is NVIDIA's, from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _default_linear() -> Linear:
