@@ -170,7 +170,7 @@ def pieces(block: LatentMoE, hidden: list[torch.Tensor]) -> dict[str, float]:
         "down": (lambda x: block._linear(x, block._down), [(x,) for x in hidden]),
         "experts": (block.experts, [(x, *r) for x, r in zip(latent, route, strict=True)]),
         "norm": (lambda x: block._ops.norm(x, block._norm, 1e-5), [(x,) for x in latent]),
-        "up": (lambda x, y: block._linear(x, block._up, residual=y), list(zip(latent, hidden, strict=True))),
+        "up": (lambda x, y: block._linear(x, block._up, y), list(zip(latent, hidden, strict=True))),
         "shared gate_up": (lambda x: block._linear(x, block._gate_up), [(x,) for x in hidden]),
         "shared situ": (lambda g: block._ops.activate(g, CONFIG.activation), [(g,) for g in gate_up]),
         "shared down": (lambda x: block._linear(x, block._shared_down), [(x,) for x in h]),

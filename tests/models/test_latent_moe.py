@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from portamoe import projections
 from portamoe.checkpoints import Checkpoint, CheckpointError
 from portamoe.layer import RoutedExperts
 from portamoe.models._block_ops import TorchOps
@@ -203,6 +204,8 @@ def test_arguments_are_checked():
         build(dtype=torch.float16)
     with pytest.raises(ValueError, match="kernels must be"):
         build(kernels="cuda")
+    with pytest.raises(ValueError, match=r"dtype: torch.float32 \(needs torch.bfloat16\); device: cpu \(needs a GPU\)"):
+        build(kernels="triton")
     with pytest.raises(ValueError, match="overlap needs a GPU"):
         build(overlap=True)
     config, weights = Checkpoint(TINY).block(1)
@@ -214,6 +217,33 @@ def test_arguments_are_checked():
         LatentMoE(replace(config, router=replace(config.router, top_k=5)), weights, experts)
     with pytest.raises(ValueError, match="activation is"):
         LatentMoE(replace(config, activation=replace(config.activation, beta=3.0)), weights, experts)
+
+
+def test_only_projections_right_behind_a_kernel_of_the_block_are_launched_dependent(monkeypatch):
+    """The first product of a stream, and the one behind the experts, never are; all give the same result."""
+    data, seen = expected(), []
+
+    def linear(x, weight, residual=None, *, pdl=False):
+        seen.append((tuple(weight.shape), pdl))
+        y = x @ weight.T
+        return y if residual is None else y + residual
+
+    monkeypatch.setattr(projections, "linear", linear)
+    block = build()
+    assert rms(block._run(data["hidden"].float(), dependent=True), data["block_out"]) <= 1e-5
+    down, gate_up, shared_down, up = (256, 512), (384, 512), (512, 192), (512, 256)
+    assert seen == [(down, False), (gate_up, False), (shared_down, True), (up, True)]
+    seen.clear()
+    block._shared(data["hidden"].float(), behind_routing=True, dependent=True)
+    assert seen == [(gate_up, True), (shared_down, True)]
+    seen.clear()
+    block(data["hidden"].float())
+    assert not any(pdl for _, pdl in seen)
+    no_norm = replace(block.config, norm_eps=None)
+    block.config = no_norm
+    seen.clear()
+    block._run(data["hidden"].float(), dependent=True)
+    assert seen[-1] == (up, False)
 
 
 def test_it_has_no_state_and_stays_where_it_is():

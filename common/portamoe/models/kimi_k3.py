@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from portamoe import projections
 from portamoe.checkpoints import Checkpoint
-from portamoe.checks import triton_reason
+from portamoe.checks import present, triton_reason
+from portamoe.decision import Reason
 from portamoe.detection import detect
 from portamoe.layer import RoutedExperts
 from portamoe.models._block_ops import BlockOps, TorchOps, TritonOps
@@ -76,7 +78,7 @@ class LatentMoE(nn.Module):
         self.config, self.experts, self.dtype, self.device = config, experts, dtype, experts.device
         self._reduce = reduce
         self._ops = _block_ops(self.device, dtype, kernels, own_linear=linear is None)
-        self._linear = _default_linear() if linear is None else linear
+        self._linear = projections.linear if linear is None else linear
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         if self._overlap and self.device.type != "cuda":
             raise ValueError(f"overlap needs a GPU with streams, the experts are on {self.device}")
@@ -93,6 +95,8 @@ class LatentMoE(nn.Module):
                 "values of the shared experts, so their output is a partial sum; pass reduce"
             )
         self._graphs: dict[int, DecodeGraph] = {}
+        #: Numbers of tokens for which projections that are launched dependent on the kernel before them are compiled.
+        self._dependent: set[int] = set()
 
     @classmethod
     def from_checkpoint(
@@ -163,6 +167,7 @@ class LatentMoE(nn.Module):
             if not 1 <= count <= most:
                 raise ValueError(f"tokens has {count}, expected 1 to {most}")
             with self._on_device():
+                self._compile_dependent(count)
                 self._graphs[count] = DecodeGraph(self._run, count, self.config.hidden_size, self.dtype, self.device)
 
     def decode_graph(self, tokens: int) -> DecodeGraph:
@@ -176,60 +181,85 @@ class LatentMoE(nn.Module):
         report = self.experts.warm_up()
         most = self.experts.max_tokens
         with self._on_device():
-            for count in sorted({min(n, most) for n in (1, DECODE_TOKENS, 2 * DECODE_TOKENS, most)}):
+            for count in sorted({min(n, most) for n in (*range(1, DECODE_TOKENS + 1), 2 * DECODE_TOKENS, most)}):
                 self._run(torch.zeros(count, self.config.hidden_size, dtype=self.dtype, device=self.device))
+                self._compile_dependent(count)
         return report
 
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the block for x (T, D), contiguous, on the current stream, and on a second one beside it."""
+    def _compile_dependent(self, tokens: int) -> None:
+        """Compile the dependent launches of a call of `tokens` tokens, which a capture cannot."""
+        if tokens <= DECODE_TOKENS and isinstance(self._ops, TritonOps) and self._ops.pdl:
+            x = torch.zeros(tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+            self._run(x, dependent=True)
+            self._dependent.add(tokens)
+
+    def _run(self, x: torch.Tensor, *, dependent: bool | None = None) -> torch.Tensor:
+        """Compute the block for x (T, D), contiguous, on the current stream, and on a second one beside it.
+
+        dependent:  let projections begin while the kernel before them ends, where that is one of ours on the same
+                    stream; default: in a capture, where they are compiled
+        """
         if x.shape[0] == 0:
             return torch.empty_like(x)
+        if dependent is None:
+            dependent = x.shape[0] in self._dependent and torch.cuda.is_current_stream_capturing()
         with self._on_device():
             if self._overlap and x.shape[0] <= DECODE_TOKENS:
-                return self._run_overlapped(x)
+                return self._run_overlapped(x, dependent)
             ids, weights = self._route(x)
-            latent = self._linear(x, self._down)
+            latent = self._product(x, self._down)
             routed = self.experts(latent, ids, weights)
-            return self._finish(routed, self._shared(x))
+            shared = self._shared(x, behind_routing=False, dependent=dependent)
+            return self._finish(routed, shared, dependent)
 
-    def _run_overlapped(self, x: torch.Tensor) -> torch.Tensor:
+    def _run_overlapped(self, x: torch.Tensor, dependent: bool) -> torch.Tensor:
         """Let the router run beside the down projection, and the shared experts beside that and the routed experts."""
         main, side = torch.cuda.current_stream(), _side_stream(self.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             ids, weights = self._route(x)
             chosen = side.record_event()
-            shared = self._shared(x)
-        latent = self._linear(x, self._down)
+            shared = self._shared(x, behind_routing=dependent, dependent=dependent)
+        latent = self._product(x, self._down)
         main.wait_event(chosen)
         routed = self.experts(latent, ids, weights)
         main.wait_stream(side)
         if not torch.cuda.is_current_stream_capturing():
             for tensor in (ids, weights, shared):  # made on the side stream, read on this one
                 tensor.record_stream(main)
-        return self._finish(routed, shared)
+        return self._finish(routed, shared, dependent)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._ops.route(x, self._router, self._bias, self.config.router)
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+    def _shared(self, x: torch.Tensor, *, behind_routing: bool = False, dependent: bool = False) -> torch.Tensor:
         """Return the shared experts' output (T, D), a partial sum where they are split over ranks."""
-        h = self._ops.activate(self._linear(x, self._gate_up), self.config.activation)
-        return self._linear(h, self._shared_down)
+        gate_up = self._product(x, self._gate_up, dependent=behind_routing)
+        h = self._ops.activate(gate_up, self.config.activation)
+        return self._product(h, self._shared_down, dependent=dependent)
 
-    def _finish(self, routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    def _finish(self, routed: torch.Tensor, shared: torch.Tensor, dependent: bool) -> torch.Tensor:
         """Reduce, normalise, project up and add the shared experts.
 
-        The norm's kernel stands between the join of the streams and the up projection, so whatever that is launched
-        behind was launched before it on the same stream.
+        The norm's kernel, launched plainly, stands between the join of the streams and the up projection: a dependent
+        launch right behind a join has two producers, of which one is on another stream.
         """
         if self._reduce is not None:
             routed = self._reduce(routed)
             if self._shared_is_partial:
                 shared = self._reduce(shared)
-        if self._norm is not None and self.config.norm_eps is not None:
-            routed = self._ops.norm(routed, self._norm, self.config.norm_eps)
-        return self._linear(routed, self._up, residual=shared)
+        if self._norm is None or self.config.norm_eps is None:
+            return self._product(routed, self._up, shared)
+        normed = self._ops.norm(routed, self._norm, self.config.norm_eps)
+        return self._product(normed, self._up, shared, dependent=dependent)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, *, dependent: bool = False
+    ) -> torch.Tensor:
+        """Return x · weightᵀ (+ residual); `dependent` only right behind a kernel of ours on the same stream."""
+        if dependent:
+            return projections.linear(x, weight, residual, pdl=True)
+        return self._linear(x, weight, residual)
 
     def _check(self, hidden: torch.Tensor) -> None:
         size = self.config.hidden_size
@@ -281,29 +311,22 @@ def _block_ops(device: torch.device, dtype: torch.dtype, wanted: str | None, *, 
         raise ValueError(f"kernels must be 'triton' or 'torch', got {wanted!r}")
     if wanted == "torch" or (wanted is None and (device.type != "cuda" or dtype != torch.bfloat16)):
         return TorchOps()
-    reason = triton_reason(detect().host, _LEAST_TRITON)
-    if reason is None and dtype == torch.bfloat16:
-        return TritonOps(pdl=own_linear and _has_dependent_launch(device))  # another's may end in a copy
+    reasons = present(triton_reason(detect().host, _LEAST_TRITON))
+    if dtype != torch.bfloat16:
+        reasons.append(Reason("dtype", str(dtype), "torch.bfloat16"))
+    if device.type != "cuda":
+        reasons.append(Reason("device", str(device), "a GPU"))
+    if not reasons:
+        # A linear of the caller's may end in a copy, behind which nothing may be launched dependent.
+        return TritonOps(pdl=own_linear and _has_dependent_launch(device))
     if wanted is None:
         return TorchOps()
-    raise ValueError(f"kernels='triton' cannot be had: {reason or f'dtype is {dtype}, they take torch.bfloat16'}")
+    raise ValueError(f"kernels='triton' cannot be had: {'; '.join(map(str, reasons))}")
 
 
 def _has_dependent_launch(device: torch.device) -> bool:
     """Programmatic dependent launch is NVIDIA's, from Hopper on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _default_linear() -> Linear:
-    try:  # TEMP
-        from portamoe.linear import linear
-    except ImportError:
-
-        def linear(x, weight, residual=None):
-            y = torch.nn.functional.linear(x, weight)
-            return y if residual is None else y + residual
-
-    return linear
 
 
 @lru_cache
