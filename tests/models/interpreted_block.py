@@ -85,6 +85,16 @@ def situ() -> dict[str, float]:
     return out
 
 
+def situ_float32() -> dict[str, float]:
+    """Without a rounding to bf16 the formula itself shows: the series, the cancellation near it, saturation."""
+    out = {}
+    for scale in (1e-3, 0.5, 1.0, 40.0):
+        gate_up = torch.randn(3, 2 * 1100) * scale
+        activation = SiTU(4.0, 25.0)
+        out[f"{scale}"] = _close(OURS.activate(gate_up, activation), activation.apply(gate_up.double()))
+    return out
+
+
 def norms() -> dict[str, float]:
     """A width that is no power of two, and rows so small that eps counts."""
     out = {}
@@ -96,7 +106,7 @@ def norms() -> dict[str, float]:
     return out
 
 
-CASES = {"logits": logits, "routes": routes, "ties": ties, "situ": situ, "norms": norms}
+CASES = {"logits": logits, "routes": routes, "ties": ties, "situ": situ, "situ_float32": situ_float32, "norms": norms}
 
 if __name__ == "__main__":
     interpreter.patch()

@@ -34,7 +34,9 @@ def values() -> dict[str, dict]:
     return lines("interpreted_block.py")
 
 
-@pytest.mark.parametrize(("case", "bound"), [("logits", 1e-6), ("situ", ROUNDED), ("norms", ROUNDED)])
+@pytest.mark.parametrize(
+    ("case", "bound"), [("logits", 1e-6), ("situ", ROUNDED), ("situ_float32", 1e-6), ("norms", ROUNDED)]
+)
 def test_values(values, case, bound):
     assert values[case]
     assert {name: value for name, value in values[case].items() if not value <= bound} == {}

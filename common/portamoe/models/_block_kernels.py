@@ -102,7 +102,6 @@ def route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     score = sigmoid(logits_of(partial, token, tokens, e, e < E, E, SPLITS))
     choice = score + tl.load(bias + e, mask=e < E, other=0.0)
-    choice = tl.where(choice == 0.0, 0.0, choice)  # -0 equals 0
     bits = choice.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(choice == choice, order, NOT_A_NUMBER)
