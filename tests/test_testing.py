@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
+from portamoe.canary import canary_problem
+from portamoe.formats import quantize_activations
 from portamoe.reference import dequantized, moe_reference
 from portamoe.spec import KIMI_K3, MoESpec
 from portamoe.testing import (
@@ -318,3 +320,29 @@ def test_a_backend_that_rounds_often_passes_and_another_format_does_not(activati
     )
     with pytest.raises(AssertionError):
         assert_close(wrong, expected, roundings=tolerance_of(spec, object()))
+
+
+def _quantised(x, scale, order):
+    """Return x in NVFP4 as kernels compute it: with a reciprocal of 6, of the scale, or of the product."""
+    blocks = x.float().reshape(x.shape[0], -1, 16)
+    amax, inverse = blocks.abs().amax(-1), 1 / scale
+    sixth = torch.tensor(1 / 6, dtype=torch.float32)
+    wanted = {"6 first": amax * sixth * inverse, "scale first": amax * inverse / 6, "product": amax / (6 * scale)}
+    steps = wanted[order].clamp_max(448).to(torch.float8_e4m3fn).float()
+    factor = torch.where(steps > 0, inverse / steps, 0.0)[..., None]
+    ratio = blocks * factor if order != "product" else blocks / (steps * scale).clamp_min(1e-30)[..., None]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    nearest = values[(ratio.abs()[..., None] - values).abs().argmin(-1)]
+    return (nearest.copysign(ratio) * (steps * scale)[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("order", ["6 first", "scale first", "product"])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_value_of_x_lies_where_the_order_of_operations_decides(order, seed):
+    """Else a right kernel brushes NVFP4's bound: half-way values that go the other way cost up to 3 % RMS."""
+    few = replace(SMALL, num_experts=3, hidden_size=256, intermediate_size=32)
+    spec = replace(few, weight_format="nvfp4", activation_format="nvfp4")
+    for problem in (make_problem(spec, 20, seed=seed), canary_problem(spec)):
+        scale = problem.weights.w13_input_scale.amax()
+        expected = quantize_activations(problem.x, "nvfp4", scale)
+        torch.testing.assert_close(_quantised(problem.x, scale, order), expected, rtol=1e-6, atol=0)

@@ -24,7 +24,6 @@ MODES = {
     "cutlass_w4a16": (CUTLASS, "mxfp4", "bf16", "0.7.0"),
 }
 NAMES = tuple(MODES)
-CROOKED = 1.0371
 
 
 def mode(name, **changes):
@@ -34,22 +33,12 @@ def mode(name, **changes):
 
 
 def one_scale(problem):
-    """Give w1 and w3 one global scale, which is what kernels take; make_problem draws two.
-
-    Input scales get a crooked factor, as calibrated ones have: with make_problem's, many block scales of x lie half-way
-    between two E4M3 values, where a quantiser's order of operations decides.
-    """
+    """Give w1 and w3 one global scale, which is what kernels take; make_problem draws two."""
     weights = problem.weights
     if weights.w13_global_scale is None:
         return problem
     shared = weights.w13_global_scale[:, :1].repeat(1, 2)
-    weights = dataclasses.replace(
-        weights,
-        w13_global_scale=shared,
-        w13_input_scale=weights.w13_input_scale * CROOKED,
-        w2_input_scale=weights.w2_input_scale * CROOKED,
-    )
-    return dataclasses.replace(problem, weights=weights)
+    return dataclasses.replace(problem, weights=dataclasses.replace(weights, w13_global_scale=shared))
 
 
 def run(backend, spec, weights, x, ids, topk_weights, *, max_local_rows=None, prepared=None):

@@ -14,7 +14,7 @@ from portamoe.activations import GeGLU
 from portamoe.formats import nvfp4_quantize
 from portamoe.testing import assert_close, make_problem
 from tests.flashinfer import strict_kernels
-from tests.flashinfer.problems import NAMES, mode, one_scale, roundings, run_problem
+from tests.flashinfer.problems import NAMES, SPEC, mode, one_scale, roundings, run_problem
 
 # Weights that a kernel cannot express are refused, with the expert's number.
 
@@ -167,3 +167,15 @@ def test_the_stand_ins_quantiser_agrees_with_the_formats():
 def test_activation_arguments_name_what_is_missing():
     with pytest.raises(TypeError, match="GeGLU"):
         activation_arguments(GeGLU())
+
+
+def test_only_this_ranks_experts_keep_their_ids():
+    """Ids on both sides of the range become -1 with weight 0, an expert named twice is named once with both weights."""
+    ids = torch.tensor([[1, 2, 4, 5], [-1, 8, 3, 3], [6, 2, 2, 2]])
+    weights = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])
+    spec = dataclasses.replace(SPEC, local_experts=range(2, 5))
+    local, factors = call.localised(ids, weights, spec)
+    assert local.tolist() == [[-1, 2, 4, -1], [-1, -1, 3, -1], [-1, 2, -1, -1]]
+    expected = torch.tensor([[0.0, 0.2, 0.3, 0.0], [0.0, 0.0, 0.7, 0.0], [0.0, 0.9, 0.0, 0.0]])
+    torch.testing.assert_close(factors, expected)
+    assert (local.dtype, factors.dtype) == (torch.int32, torch.float32)
