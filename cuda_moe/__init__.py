@@ -16,3 +16,8 @@ BACKENDS: tuple[str | Announcement, ...] = (
     Announcement("cuda_moe.triton_fused:BATCH_INVARIANT", "triton_fused_invariant", 65, ("nvidia",)),
     Announcement("cuda_moe.flashinfer.cutlass:BACKEND", "flashinfer_cutlass", 70, ("nvidia",)),
 )
+
+#: Who has kernels for `portamoe.linear`.
+LINEAR_PROVIDERS: tuple[Announcement, ...] = (
+    Announcement("cuda_moe.skinny.provider:PROVIDER", "skinny", 10, ("nvidia",)),
+)

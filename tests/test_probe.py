@@ -158,7 +158,7 @@ def test_the_report_is_json_with_these_keys():
     result = capabilities(root=HOSTS / "lumi-g")
     report = json.loads(render.to_json(result.to_dict()))
     assert report == result.to_dict()
-    assert list(report) == ["schema", "host", "devices", "toolchain", "backends", "selected", "note"]
+    assert list(report) == ["schema", "host", "devices", "toolchain", "backends", "selected", "note", "projections"]
     assert report["schema"] == SCHEMA == 1
     assert isinstance(report["schema"], int)
     for backend in report["backends"]:

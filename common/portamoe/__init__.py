@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portamoe import formats, layouts, reference, routing, testing
     from portamoe.checkpoints import load_experts
     from portamoe.layer import RoutedExperts
+    from portamoe.projections import LinearPlan, linear
     from portamoe.weights import Expert, ExpertSource, ExpertWeights
 
     __version__: str
@@ -34,6 +35,8 @@ _LAZY: dict[str, str | None] = {
     "Expert": "portamoe.weights",
     "ExpertSource": "portamoe.weights",
     "ExpertWeights": "portamoe.weights",
+    "LinearPlan": "portamoe.projections",
+    "linear": "portamoe.projections",
     "formats": None,
     "layouts": None,
     "reference": None,
@@ -57,6 +60,7 @@ __all__ = [
     "ExpertWeights",
     "GeGLU",
     "Host",
+    "LinearPlan",
     "MoESpec",
     "ReLU2",
     "Reason",
@@ -73,6 +77,7 @@ __all__ = [
     "detect",
     "formats",
     "layouts",
+    "linear",
     "load_experts",
     "load_spec",
     "reference",

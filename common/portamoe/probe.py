@@ -13,6 +13,7 @@ from portamoe.decision import Accepted, Decision, Reason, Rejected
 from portamoe.detection import detect
 from portamoe.detection.host import module_folder
 from portamoe.device import Device, Host
+from portamoe.linear_provider import providers
 from portamoe.spec import KIMI_K3, MoESpec
 
 #: Of the JSON form; grows when a key changes its meaning or goes away.
@@ -34,6 +35,8 @@ class Capabilities:
     imports: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     #: What a layer makes of NVFP4 weights that no fast backend takes as they are.
     note: str | None = None
+    #: Whose kernels serve projections of few rows on `selection.device`, one line each; empty where torch does.
+    projections: tuple[str, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -54,7 +57,7 @@ class Capabilities:
         raise ValueError(f"unknown backend {backend!r}; known: {known}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: schema, host, devices, toolchain, backends, selected, note."""
+        """Return the JSON form: schema, host, devices, toolchain, backends, selected, note, projections."""
         host = {
             f.name: getattr(self.host, f.name)
             for f in fields(self.host)
@@ -69,6 +72,7 @@ class Capabilities:
             "backends": [_decision(decision) for decision in self.decisions],
             "selected": self.selected,
             "note": self.note,
+            "projections": list(self.projections),
         }
 
     def _imports(self) -> dict[str, Any]:
@@ -138,7 +142,8 @@ def capabilities(
     else:
         selection = registry.choose(question, asked, backend, decisions)
     note = _served_as(question, asked, backend)
-    return Capabilities(detection.host, detection.devices, selection, MappingProxyType(imports), note)
+    lines = tuple(line for provider in providers(asked) for line in provider.lines(asked))
+    return Capabilities(detection.host, detection.devices, selection, MappingProxyType(imports), note, lines)
 
 
 def _served_as(spec: MoESpec, device: Device, backend: str | None) -> str | None:

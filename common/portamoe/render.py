@@ -30,6 +30,7 @@ def to_text(report: Json, *, question: str = "", why: str = "") -> str:
         "caches": _caches(host["caches"]),
         "problems": [reason_line(problem) for problem in host["problems"]],
         f"backends{f' for {question}' if question else ''}": _backends(report["backends"]),
+        "projections": report.get("projections", ()),
         "selected": [f"{report['selected'] or 'none'}{f': {why}' if why else ''}", *_note(report)],
     }
     return "\n".join(_section(title, lines) for title, lines in sections.items() if lines)

@@ -50,7 +50,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--peer", action="append", metavar="NAME", help="only these of the peers (repeatable)")
     add("--payload", metavar="DIR", help="handed to the module's use_payload(DIR), if it has one")
     add("--json", metavar="FILE", help="write all numbers; default: nothing is written")
-    add("--plot", metavar="FILE", help="write a plot of time over tokens (needs matplotlib)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="write a plot, SVG or PNG: time over tokens, share of the limit (needs portamoe[bench])",
+    )
     add(
         "--limits",
         action="store_true",
@@ -61,6 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="measure a backend's tiles (default triton_unfused) and write them to $PORTAMOE_TUNED_DIR",
     )
+    add("--gemm", action="store_true", help="time projections of 1 to 16 rows instead; with --tune, make their plan")
+    add("--shapes", metavar="NxK,...", help="with --gemm: these instead of the plan's")
     add("--spec", default="kimi-k3", help="with --limits or --tune: a preset or a JSON file of MoESpec fields")
 
 
@@ -79,6 +85,10 @@ def execute(args: argparse.Namespace) -> int:
             "portamoe bench times a GPU, and torch sees none; `portamoe verify` checks numbers without one"
         )
     device = torch.device(args.device)
+    if args.gemm:
+        from portamoe.cli import gemm
+
+        return gemm.execute(args, device, {**_versions(device), "command": _command(args)})
     if args.limits or args.tune:
         return _evidence(args, device)
     tokens = [_count(text) for text in args.tokens.split(",")]
@@ -95,6 +105,8 @@ def execute(args: argparse.Namespace) -> int:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.plot:
+        from portamoe.cli._plot import plot
+
         plot(report, Path(args.plot))
     return int(not rows or any(row.get("wrong") for row in rows))
 
@@ -142,7 +154,8 @@ def _case(name: str) -> tuple[MoESpec, str]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    parts = ["portamoe bench", f"--cases {args.cases}", f"--tokens {args.tokens}"]
+    asked = "--gemm" if args.gemm else f"--cases {args.cases}"
+    parts = ["portamoe bench", asked, f"--tokens {args.tokens}"]
     parts += [f"--backend {name}" for name in args.backend or ()]
     parts += [flag for flag, given in (("--limits", args.limits), ("--tune", args.tune)) if given]
     return " ".join(parts + ([f"--peers {args.peers}"] if args.peers else []))
@@ -322,24 +335,3 @@ def _cell(row: Json | None, floor: float) -> str:
     if row is None or "us" not in row:
         return "-" if row is None else "failed"
     return f"{row['us']:.1f} x{row['us'] / floor:.2f}" + (" WRONG" if row["wrong"] else "")
-
-
-def plot(report: Json, file: Path) -> None:
-    """Write time over tokens for each case: the floor, and every implementation that was timed."""
-    mpl = importlib.import_module("matplotlib")
-    mpl.use("Agg")
-    plt = importlib.import_module("matplotlib.pyplot")
-
-    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
-    figure, axes = plt.subplots(1, len(cases), figsize=(6 * len(cases), 4.5), squeeze=False)
-    for axis, case in zip(axes[0], cases, strict=True):
-        rows = [row for row in report["rows"] if row["case"] == case and "us" in row]
-        for name in dict.fromkeys(row["name"] for row in rows):
-            points = sorted((row["tokens"], row["us"]) for row in rows if row["name"] == name)
-            axis.plot(*zip(*points, strict=True), "k--" if name == "floor" else "o-", label=name, markersize=3)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title=f"{case}, {report['device']}")
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(file)
