@@ -1,6 +1,5 @@
 """A ROCm platform of one arch for vLLM, without a GPU: one stub module and three settings, before vLLM is imported."""
 
-import importlib.util
 import os
 import sys
 import types
@@ -9,7 +8,10 @@ import pytest
 
 ARCH = os.environ.get("PORTAMOE_FAKE_ARCH", "gfx90a")
 
-if importlib.util.find_spec("vllm") is None:
+#: Set by environment.py: the fake platform is for a process of its own, whatever vLLM is installed elsewhere.
+WANTED = os.environ.get("PORTAMOE_VLLM_CONTRACT") == "1"
+
+if not WANTED:
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -41,11 +43,11 @@ def fake_platform(arch=ARCH):
     torch.accelerator.empty_cache = lambda: None  # the workspace manager calls it when it grows
 
 
-if importlib.util.find_spec("vllm") is not None:
+if WANTED:
     fake_platform()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session", autouse=WANTED)
 def vllm_loaded():
     """Load the installed plug-ins as vLLM does, and make its workspace manager."""
     import torch

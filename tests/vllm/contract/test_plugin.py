@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_the_decision_is_logged_once(lumi, monkeypatch, caplog):
         for rank in (3, 4, 5):
             PortaMxfp4Config()._make_moe_method(k3(rank=rank, num_logical_experts=895))
     said = [r for r in caplog.records if "portamoe serves" in r.message]
-    assert len(said) <= 1
+    assert len(said) == 1
 
 
 def test_a_decision_does_not_depend_on_what_vllm_sets_while_it_builds(torch_backend):
@@ -234,3 +235,24 @@ def test_a_decision_does_not_depend_on_what_vllm_sets_while_it_builds(torch_back
             assert str(config.decide(moe_config())) == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_the_documented_fallback_lifts_the_list(monkeypatch):
+    """docs/vllm.md, "Without portamoe": the stock oracle no longer refuses SiTU in the unfused Triton experts."""
+    from vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe import UnfusedOAITritonExperts
+
+    block = re.search(r"```python\n(# allow_situ.*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(block, names)  # noqa: S102 - a file of this repository
+    monkeypatch.setattr(
+        UnfusedOAITritonExperts, "_supports_activation", staticmethod(UnfusedOAITritonExperts._supports_activation)
+    )
+    moe = moe_config(moe_backend="triton_unfused")
+    with pytest.raises(ValueError, match=r"does not support MoEActivation\.SITU"):
+        Mxfp4MoEMethod(moe)
+    names["register"]()
+    assert UnfusedOAITritonExperts._supports_activation(MoEActivation.SITU)
+    assert UnfusedOAITritonExperts._supports_activation(MoEActivation.SILU)
+    assert not UnfusedOAITritonExperts._supports_activation(MoEActivation.RELU2_NO_MUL)
+    assert Mxfp4MoEMethod(moe).experts_cls is UnfusedOAITritonExperts
+    assert config.decide(moe).backend is None

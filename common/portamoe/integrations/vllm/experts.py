@@ -42,7 +42,7 @@ class PortaExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[PortaExperts],  # noqa: PLW0211 - vLLM passes the class by hand
+        cls: type[PortaExperts],  # noqa: PLW0211 - vLLM passes it by hand # pyright: ignore[reportSelfClsParameterName]
         moe_config: Any,
         weight_key: Any,
         activation_key: Any,
