@@ -326,7 +326,10 @@ def main() -> int:
             save()
         if args.stress and share == 8:
             report["stress"] = stress_tiny(args.data, args.stress)
-            report["stress"] += [stress(blocks["block"], make_hidden(1, 4), args.stress // 10, chained=True)]
+            for tokens in (1, most):
+                report["stress"].append(
+                    stress(blocks["block"], make_hidden(tokens, 4), args.stress // 10, chained=True)
+                )
             print("stress", [(row["calls"], row["wrong"]) for row in report["stress"]], flush=True)
             ok &= not any(row["wrong"] for row in report["stress"])
     report["ok"] = ok
