@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from cuda_moe.flashinfer import base, call, layouts, trtllm
+from cuda_moe.flashinfer import base, call, cutlass, layouts, trtllm
 from cuda_moe.flashinfer.cutedsl import BACKEND as CUTEDSL
 from cuda_moe.flashinfer.cutedsl import activation_arguments
 from cuda_moe.flashinfer.cutlass import BACKEND as CUTLASS
@@ -179,3 +179,16 @@ def test_only_this_ranks_experts_keep_their_ids():
     expected = torch.tensor([[0.0, 0.2, 0.3, 0.0], [0.0, 0.0, 0.7, 0.0], [0.0, 0.9, 0.0, 0.0]])
     torch.testing.assert_close(factors, expected)
     assert (local.dtype, factors.dtype) == (torch.int32, torch.float32)
+
+
+def test_routing_needs_no_value_on_the_host():
+    """Calls are captured in graphs: under fake tensors every look at a value raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    spec = dataclasses.replace(SPEC, local_experts=range(2, 5))
+    with FakeTensorMode():
+        ids, weights = torch.zeros(7, 3, dtype=torch.int64), torch.zeros(7, 3)
+        local, factors = call.localised(ids, weights, spec)
+        own, scaled, here = cutlass.filled(ids, weights, spec)
+    assert local.shape == factors.shape == own.shape == scaled.shape == (7, 3)
+    assert here.shape == (7,)
