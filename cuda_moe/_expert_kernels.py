@@ -46,11 +46,11 @@ def _narrow_gate_up(x, codes, scales, factor, bias, h, row_token, expert, r0, co
     n = tl.arange(0, BN)
     live = n < count
     token = tl.load(row_token + r0 + n, mask=live, other=0).to(tl.int64)
+    scale = tl.load(factor + expert)
     acc = narrow_product(
         x, token * H, live, codes, scales, expert, block * MT, H, I // 8, MT, BN, UNROLL, STAGES, 1, FORMAT, DECODE,
         MMA_ORDER,
     )  # fmt: skip
-    scale = tl.load(factor + expert)
     value = gate_up_result(acc, scale, bias, expert, block * MT, I, MT, BN, BIAS, ACT, P0, P1, P2)
     _store_h(h, value, r0 - base + n, live, block * MT, HS, I, MT, False)
 
@@ -63,11 +63,11 @@ def _narrow_down(h, codes, scales, factor, bias, y, expert, r0, count, base, blo
     n = tl.arange(0, BN)
     live = n < count
     row = r0 - base + n
+    scale = tl.load(factor + expert)
     acc = narrow_product(
         h, row.to(tl.int64) * HS, live, codes, scales, expert, block * MT, I, H // 16, MT, BN, UNROLL, STAGES, 1,
         FORMAT, DECODE, MMA_ORDER,
     )  # fmt: skip
-    scale = tl.load(factor + expert)
     _store_y(y, acc, scale, bias, expert, row, live, block * MT, H, MT, BIAS)
 
 
@@ -85,11 +85,11 @@ def _wide_gate_up_part(x, codes, scales, factor, bias, h, row_token, expert, r0,
     tb = ta
     if BB > 0:
         tb = tl.load(row_token + r0 + nb, mask=live_b, other=0).to(tl.int64)
+    scale = tl.load(factor + expert)
     acc_a, acc_b = wide_product(
         x, ta * H, live_a, tb * H, live_b, codes, scales, expert, block * MT, H, I // 8, MT, BA, BB, UNROLL, STAGES,
         FORMAT, DECODE, MMA_ORDER, X_PERMUTED, WAIT,
     )  # fmt: skip
-    scale = tl.load(factor + expert)
     value = gate_up_result(acc_a, scale, bias, expert, block * MT, I, MT, BA, BIAS, ACT, P0, P1, P2)
     _store_h(h, value, r0 - base + na, live_a, block * MT, HS, I, MT, H_NATURAL)
     if BB > 0:
@@ -106,25 +106,31 @@ def _wide_down_part(h, codes, scales, factor, bias, y, expert, r0, count, base, 
     nb = BA + tl.arange(0, BB if BB > 0 else BA)
     live_a, live_b = na < count, nb < count
     row_a, row_b = r0 - base + na, r0 - base + nb
+    scale = tl.load(factor + expert)
     acc_a, acc_b = wide_product(
         h, row_a.to(tl.int64) * HS, live_a, row_b.to(tl.int64) * HS, live_b, codes, scales, expert, block * MT, I,
         H // 16, MT, BA, BB, UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, False, WAIT,
     )  # fmt: skip
-    scale = tl.load(factor + expert)
     _store_y(y, acc_a, scale, bias, expert, row_a, live_a, block * MT, H, MT, BIAS)
     if BB > 0:
         _store_y(y, acc_b, scale, bias, expert, row_b, live_b, block * MT, H, MT, BIAS)
 
 
 @triton.jit
-def _gate_up_tile(x, codes, scales, factor, bias, h, row_token, tile_expert, tile_row, tile_count, tile, base, block,
+def _facts(tile_expert, tile_row, tile_count, tile):
+    """Return expert, first row and rows of a tile; of a slot without one, whatever memory holds."""
+    return tl.load(tile_expert + tile), tl.load(tile_row + tile), tl.load(tile_count + tile)
+
+
+@triton.jit
+def _gate_up_tile(x, codes, scales, factor, bias, h, row_token, facts, base, block,
                   H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr,
                   B1: tl.constexpr, B2: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
                   FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr,
                   X_PERMUTED: tl.constexpr, H_NATURAL: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
                   P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr):  # fmt: skip
     """One tile: BA, BA + B1 or BA + B2 columns, the least that holds the tile's rows."""
-    e, r0, count = tl.load(tile_expert + tile), tl.load(tile_row + tile), tl.load(tile_count + tile)
+    e, r0, count = facts
     if not WIDE:
         _narrow_gate_up(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I, HS, MT, BA,
                         UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2)  # fmt: skip
@@ -143,12 +149,12 @@ def _gate_up_tile(x, codes, scales, factor, bias, h, row_token, tile_expert, til
 
 
 @triton.jit
-def _down_tile(h, codes, scales, factor, bias, y, tile_expert, tile_row, tile_count, tile, base, block,
+def _down_tile(h, codes, scales, factor, bias, y, facts, base, block,
                H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr,
                B1: tl.constexpr, B2: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
                FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr,
                BIAS: tl.constexpr):  # fmt: skip
-    e, r0, count = tl.load(tile_expert + tile), tl.load(tile_row + tile), tl.load(tile_count + tile)
+    e, r0, count = facts
     if not WIDE:
         _narrow_down(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT, BA, UNROLL, STAGES,
                      FORMAT, DECODE, MMA_ORDER, BIAS)  # fmt: skip
@@ -181,13 +187,16 @@ def gate_up_kernel(x, codes, scales, factor, bias, h, row_token, tile_expert, ti
         tl.extra.cuda.gdc_launch_dependents()
     block, tile, tiles = tl.program_id(0), tl.program_id(1), tl.load(meta + 1)
     if not LOOP:
+        # Loaded beside the bound that says whether they count, not after it.
+        facts = _facts(tile_expert, tile_row, tile_count, tile)
         if tile < tiles:
-            _gate_up_tile(x, codes, scales, factor, bias, h, row_token, tile_expert, tile_row, tile_count, tile, 0,
+            _gate_up_tile(x, codes, scales, factor, bias, h, row_token, facts, 0,
                           block, H, I, HS, MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT,
                           X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
     else:
         for more in tl.range(tile, tiles, tl.num_programs(1), num_stages=1):
-            _gate_up_tile(x, codes, scales, factor, bias, h, row_token, tile_expert, tile_row, tile_count, more, 0,
+            _gate_up_tile(x, codes, scales, factor, bias, h, row_token,
+                          _facts(tile_expert, tile_row, tile_count, more), 0,
                           block, H, I, HS, MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT,
                           X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
 
@@ -204,12 +213,15 @@ def down_kernel(h, codes, scales, factor, bias, y, tile_expert, tile_row, tile_c
         tl.extra.cuda.gdc_launch_dependents()
     block, tile, tiles = tl.program_id(0), tl.program_id(1), tl.load(meta + 1)
     if not LOOP:
+        # Loaded beside the bound that says whether they count, not after it.
+        facts = _facts(tile_expert, tile_row, tile_count, tile)
         if tile < tiles:
-            _down_tile(h, codes, scales, factor, bias, y, tile_expert, tile_row, tile_count, tile, 0, block, H, I, HS,
+            _down_tile(h, codes, scales, factor, bias, y, facts, 0, block, H, I, HS,
                        MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
     else:
         for more in tl.range(tile, tiles, tl.num_programs(1), num_stages=1):
-            _down_tile(h, codes, scales, factor, bias, y, tile_expert, tile_row, tile_count, more, 0, block, H, I, HS,
+            _down_tile(h, codes, scales, factor, bias, y, _facts(tile_expert, tile_row, tile_count, more), 0, block,
+                       H, I, HS,
                        MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
 
 
@@ -317,14 +329,16 @@ def rest_kernel(x, codes1, scales1, factor1, bias1, codes2, scales2, factor2, bi
         base = tl.load(tile_row + first)
         end = _window_end(tile_row, tile_count, first, tiles, base + capacity)
         for work in tl.range(tl.program_id(0), (end - first) * NB1, programs, num_stages=1):
-            _gate_up_tile(x, codes1, scales1, factor1, bias1, h, row_token, tile_expert, tile_row, tile_count,
-                          first + work // NB1, base, work % NB1, H, I, HS, MT1, BA, B1, B2, UNROLL1, STAGES, WIDE,
+            _gate_up_tile(x, codes1, scales1, factor1, bias1, h, row_token,
+                          _facts(tile_expert, tile_row, tile_count, first + work // NB1), base,
+                          work % NB1, H, I, HS, MT1, BA, B1, B2, UNROLL1, STAGES, WIDE,
                           FORMAT, DECODE, MMA_ORDER, WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
         arrived += programs
         _grid_barrier(meta + 4, arrived)
         for work in tl.range(tl.program_id(0), (end - first) * NB2, programs, num_stages=1):
-            _down_tile(h, codes2, scales2, factor2, bias2, y, tile_expert, tile_row, tile_count, first + work // NB2,
-                       base, work % NB2, H, I, HS, MT2, BA, B1, B2, UNROLL2, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER,
+            _down_tile(h, codes2, scales2, factor2, bias2, y,
+                       _facts(tile_expert, tile_row, tile_count, first + work // NB2), base,
+                       work % NB2, H, I, HS, MT2, BA, B1, B2, UNROLL2, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER,
                        WAIT, BIAS)  # fmt: skip
         arrived += programs
         _grid_barrier(meta + 4, arrived)

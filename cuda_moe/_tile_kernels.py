@@ -39,10 +39,25 @@ DECODE_CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
 # Triton 3.6 lets the next decode overwrite A registers that an asynchronous wgmma still reads; waiting for all of
 # them between load and decode removes it at no cost in registers (sass.py checks the compiled code).
 WAIT_WGMMA = tl.constexpr("wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;")
+ZERO = tl.constexpr("mov.b32 $0, 0;")
 FIELD = tl.constexpr(0x81C081C0 - (1 << 32))
 FIELD_HIGH = tl.constexpr(0x81808180 - (1 << 32))
 FIELD_LOW = tl.constexpr(0x00400040)
 SCALE_UNIT = tl.constexpr(0x00800080)
+
+
+@triton.jit
+def near_range(N: tl.constexpr, anchor, DECODE: tl.constexpr):
+    """Return 0 ... N - 1, computed where it stands; `anchor` is any integer of the loop around it.
+
+    In a loop over tiles the compiler would compute the lane offsets of all addresses once and keep them through the
+    loop over K, at 24 registers a thread.
+    """
+    v = tl.arange(0, N)
+    if DECODE != "portable":
+        zero = tl.inline_asm_elementwise(ZERO, "=r,r", [anchor], dtype=tl.int32, is_pure=False, pack=1)
+        v += tl.multiple_of(zero, 128)
+    return v
 
 
 @triton.jit
@@ -96,13 +111,13 @@ def decode(q, s, MT: tl.constexpr, MMA_ORDER: tl.constexpr, DECODE: tl.constexpr
 
 
 @triton.jit
-def k_order(PERMUTED: tl.constexpr):
+def k_order(anchor, PERMUTED: tl.constexpr, DECODE: tl.constexpr):
     """Return the K offset of each of a tile's 64 columns.
 
     PERMUTED: the weights are stored in lane order and read in natural order, so the columns of each 16 come as
     0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15. Otherwise K ascends.
     """
-    v = tl.arange(0, 64)
+    v = near_range(64, anchor, DECODE)
     if PERMUTED:
         v = natural_column(v)
         v = tl.max_contiguous(tl.multiple_of(v, 2), 2)
@@ -116,36 +131,54 @@ def natural_column(v):
 
 
 @triton.jit
+def _tanh_parts(x):
+    """Return a and b with tanh(x) = a / b: 1 - exp(-2x) and 1 + exp(-2x), near 0 by the numerator's series."""
+    # tanh(-10) is -1 in float32; the bound keeps products of numerators finite. NaN stays NaN.
+    x = tl.maximum(x, -10.0, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.exp(-2.0 * x)
+    # The difference loses relative accuracy near 0, the series beyond 0.1: either is within 5e-7.
+    series = x * (2.0 + x * (-2.0 + x * (1.333333333 + x * (-0.6666666667 + x * 0.2666666667))))
+    return tl.where(tl.abs(x) < 0.1, series, 1.0 - e), 1.0 + e
+
+
+@triton.jit
 def _tanh(x):
-    # The quotient loses relative accuracy near 0, where the series (to x**9, error < 4e-7) takes over.
-    x2 = x * x
-    series = x * (1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854))))
-    return tl.where(tl.abs(x) < 0.3, series, 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0)
+    a, b = _tanh_parts(x)
+    return a / b
+
+
+@triton.jit
+def _at_most(x, limit: tl.constexpr):
+    """Return min(x, limit); NaN stays NaN, as in torch."""
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _clamp(x, limit: tl.constexpr):
-    return tl.minimum(tl.maximum(x, -limit), limit)
+    return _at_most(tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL), limit)
 
 
 @triton.jit
 def activate(g, u, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr):
     """Return the gated activation of portamoe.activations in float32; P0, P1, P2 are its fields in order."""
     if ACT == "situ":
-        y = P0 * _tanh(g * (1.0 / P0)) / (1.0 + tl.exp(-g))
+        # One division: each is several instructions, for every element of h.
+        a, b = _tanh_parts(g * (1.0 / P0))
+        a, b = P0 * a, b * (1.0 + tl.exp(-g))
         if P1 is not None:
-            u = P1 * _tanh(u * (1.0 / P1))
-        y = y * u
+            c, d = _tanh_parts(u * (1.0 / P1))
+            u, b = P1 * c, b * d
+        y = a * u / b
     elif ACT == "swiglu":
         if P0 is not None:
-            g = tl.minimum(g, P0)
+            g = _at_most(g, P0)
             u = _clamp(u, P0)
         y = g / (1.0 + tl.exp(-g)) * u
     elif ACT == "swiglu_oai":
-        g = tl.minimum(g, P1)
+        g = _at_most(g, P1)
         y = (_clamp(u, P1) + P2) * g / (1.0 + tl.exp(-P0 * g))
     elif ACT == "swiglu_step":
-        y = tl.minimum(g / (1.0 + tl.exp(-g)), P0) * _clamp(u, P0)
+        y = _at_most(g / (1.0 + tl.exp(-g)), P0) * _clamp(u, P0)
     elif ACT == "geglu":
         if P0 == "tanh":
             y = 0.5 * g * (1.0 + _tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) * u
@@ -153,7 +186,7 @@ def activate(g, u, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl
             y = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476)) * u
     else:
         tl.static_assert(ACT == "relu2")
-        r = tl.maximum(g, 0.0)
+        r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = r * r * u
     return y
 
@@ -180,23 +213,23 @@ def load_weights(codes, scales, kb, MT: tl.constexpr, FORMAT: tl.constexpr, K: t
 
 @triton.jit
 def weight_pointers(codes, scales, expert, first, K: tl.constexpr, N16: tl.constexpr, MT: tl.constexpr,
-                    SLICES: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+                    SLICES: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
     """Pointers of the first 64 columns of MT * SLICES fragments of 16 rows; `first` counts fragments in the expert.
 
     With SLICES > 1 the fragments repeat MT rows at SLICES equally long parts of K. For bf16 the second result holds
     the columns, for the mask of a K tail.
     """
     KB: tl.constexpr = (K + 63) // 64
-    mt = tl.arange(0, MT * SLICES)
+    mt = near_range(MT * SLICES, first, DECODE)
     fragment = expert.to(tl.int64) * N16 + first
     if FORMAT == "mxfp4":
         block = (mt % MT) * KB + (mt // MT) * (KB // SLICES)
-        q = codes + fragment * (KB * 128) + block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        s = scales + fragment * (KB * 8) + block[:, None] * 8 + tl.arange(0, 8)[None, :]
+        q = codes + fragment * (KB * 128) + block[:, None] * 128 + near_range(128, first, DECODE)[None, :]
+        s = scales + fragment * (KB * 8) + block[:, None] * 8 + near_range(8, first, DECODE)[None, :]
     else:
         tl.static_assert(SLICES == 1)
-        k = tl.arange(0, 64)[None, :]
-        rows = tl.arange(0, MT * 16)[:, None]
+        k = near_range(64, first, DECODE)[None, :]
+        rows = near_range(MT * 16, first, DECODE)[:, None]
         q = codes + fragment * (16 * K) + rows * K + k
         s = k + rows * 0
     return q, s
@@ -229,8 +262,8 @@ def narrow_product(x, row_offset, live, codes, scales, expert, first, K: tl.cons
     PART: tl.constexpr = KB // SLICES
     STEP: tl.constexpr = UNROLL if PART % UNROLL == 0 else 1
     tl.static_assert(SLICES == 1 or (KB % SLICES == 0 and K % 64 == 0))
-    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, SLICES, FORMAT)
-    k = tl.arange(0, 64)
+    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, SLICES, FORMAT, DECODE)
+    k = near_range(64, first, DECODE)
     if SLICES > 1:
         row_offset += (tl.arange(0, SLICES * BN) // BN) * (PART * 64)
     xp = x + row_offset[None, :] + k[:, None]
@@ -248,6 +281,51 @@ def narrow_product(x, row_offset, live, codes, scales, expert, first, K: tl.cons
 
 
 @triton.jit
+def load_short(codes, scales, expert, first, K: tl.constexpr, N16: tl.constexpr, MT: tl.constexpr,
+               DECODE: tl.constexpr):  # fmt: skip
+    """Return the words and scales of all blocks of K, at most 6, for short_product: in flight before x is there."""
+    KB: tl.constexpr = (K + 63) // 64
+    tl.static_assert(KB <= 6)
+    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, 1, "mxfp4", DECODE)
+    q0, s0 = tl.load(q), tl.load(s)
+    q1, s1, q2, s2, q3, s3, q4, s4, q5, s5 = q0, s0, q0, s0, q0, s0, q0, s0, q0, s0
+    if KB > 1:
+        q1, s1 = tl.load(q + 128), tl.load(s + 8)
+    if KB > 2:
+        q2, s2 = tl.load(q + 256), tl.load(s + 16)
+    if KB > 3:
+        q3, s3 = tl.load(q + 384), tl.load(s + 24)
+    if KB > 4:
+        q4, s4 = tl.load(q + 512), tl.load(s + 32)
+    if KB > 5:
+        q5, s5 = tl.load(q + 640), tl.load(s + 40)
+    return q0, s0, q1, s1, q2, s2, q3, s3, q4, s4, q5, s5
+
+
+@triton.jit
+def short_product(words, x, row_offset, live, K: tl.constexpr, MT: tl.constexpr, BN: tl.constexpr,
+                  DECODE: tl.constexpr, MMA_ORDER: tl.constexpr):  # fmt: skip
+    """Return (MT * 16, BN) float32 as narrow_product does, of weights from load_short."""
+    KB: tl.constexpr = (K + 63) // 64
+    q0, s0, q1, s1, q2, s2, q3, s3, q4, s4, q5, s5 = words
+    k = tl.arange(0, 64)
+    xp = x + row_offset[None, :] + k[:, None]
+    acc = tl.zeros((MT * 16, BN), tl.float32)
+    acc = tl.dot(decode(q0, s0, MT, MMA_ORDER, DECODE), load_tokens(xp, 0, k, live, K, DECODE), acc)
+    if KB > 1:
+        acc = tl.dot(decode(q1, s1, MT, MMA_ORDER, DECODE), load_tokens(xp, 1, k, live, K, DECODE), acc)
+    if KB > 2:
+        acc = tl.dot(decode(q2, s2, MT, MMA_ORDER, DECODE), load_tokens(xp, 2, k, live, K, DECODE), acc)
+    if KB > 3:
+        acc = tl.dot(decode(q3, s3, MT, MMA_ORDER, DECODE), load_tokens(xp, 3, k, live, K, DECODE), acc)
+    if KB > 4:
+        acc = tl.dot(decode(q4, s4, MT, MMA_ORDER, DECODE), load_tokens(xp, 4, k, live, K, DECODE), acc)
+    if KB > 5:
+        acc = tl.dot(decode(q5, s5, MT, MMA_ORDER, DECODE), load_tokens(xp, 5, k, live, K, DECODE), acc)
+    return acc
+
+
+@triton.jit
 def wide_product(x, rows_a, live_a, rows_b, live_b, codes, scales, expert, first, K: tl.constexpr,
                  N16: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, UNROLL: tl.constexpr,
                  STAGES: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr,
@@ -255,8 +333,8 @@ def wide_product(x, rows_a, live_a, rows_b, live_b, codes, scales, expert, first
     """Return (MT * 16, BA) and (MT * 16, BB) float32: two groups of tokens share one decode; BB = 0: only the first."""
     KB: tl.constexpr = (K + 63) // 64
     STEP: tl.constexpr = UNROLL if KB % UNROLL == 0 else 1
-    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, 1, FORMAT)
-    k = k_order(PERMUTED)
+    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, 1, FORMAT, DECODE)
+    k = k_order(first, PERMUTED, DECODE)
     xa = x + rows_a[None, :] + k[:, None]
     acc_a = tl.zeros((MT * 16, BA), tl.float32)
     if BB > 0:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuda_moe import triton_compat
-from cuda_moe.plan import SORT_SIZE, Plan, Tile, make_plan, max_tiles, plan_edges
+from cuda_moe.plan import SORT_TOKENS, Plan, Tile, make_plan, max_tiles, may_remain, plan_edges
 from cuda_moe.triton_compat import KernelSource
 from cuda_moe.workspace import ALIGN, LEAST_ROWS, Regions, arrival_counters, next_power_of_2, regions, sort_shape
 
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from portamoe.activations import Activation
     from portamoe.spec import MoESpec
 
-BF16, F32, I32 = "*bf16:16", "*fp32:16", "*i32:16"
+BF16, F32, I32, I16 = "*bf16:16", "*fp32:16", "*i32:16", "*i16:16"
 COMBINE_COLUMNS = 512
+FEW_COMBINE_COLUMNS = 128
 #: Slots that combine unrolls when few of a token's experts are local; more are read in a loop.
 FEW_LOCAL_SLOTS = 4
-#: Tokens that one program of the sort's first launch copies for wgmma.
+#: Tokens that one program of the sort's second launch copies for wgmma.
 COPY_TOKENS = 2
+#: Blocks whose counts the sort's second launch loads at once.
+SUMMED_BLOCKS = 8
 #: Pairs that one program of route_few places.
 ROUTE_PART = 32
 _ID_TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
-_DTYPES = {"token_weight": torch.float32, "tile_weight": torch.float32, "h": torch.bfloat16, "rest_h": torch.bfloat16,
-           "rest_y": torch.bfloat16, "partial": torch.uint16}  # fmt: skip
+_DTYPES = {"counts": torch.int16, "token_weight": torch.float32, "tile_weight": torch.float32, "h": torch.bfloat16,
+           "rest_h": torch.bfloat16, "rest_y": torch.bfloat16, "partial": torch.uint16}  # fmt: skip
 
 
 def _plain(warps: int) -> Tile:
@@ -99,11 +102,10 @@ class Kernels:
         from cuda_moe._routing_kernels import count_kernel
 
         sort = sort_shape(self.spec, self.tokens)
-        arguments = [("ids", self.ids_type), ("rank_out", I32), ("counts", I32), ("x", BF16), ("x_natural", BF16)]
-        arguments += [(name, "i32") for name in ("tokens", "chunks", "blocks")]
-        constants = {**self.ids, "BINS": sort.bins, "TOPK": self.spec.top_k, "KP": sort.slots, "SIZE": SORT_SIZE,
-                     "H": self.spec.hidden_size, "COPY": COPY_TOKENS if self.natural else 0}  # fmt: skip
-        return self._source(count_kernel, arguments, {**constants, "PDL": self.pdl}, _plain(8))
+        arguments = [("ids", self.ids_type), ("rank_out", I32), ("counts", I16), ("masks", I32), ("tokens", "i32")]
+        constants = {**self.ids, "BINS": sort.bins, "TOPK": self.spec.top_k, "KP": sort.slots, "TOKENS": SORT_TOKENS,
+                     "PDL": self.pdl}  # fmt: skip
+        return self._source(count_kernel, arguments, constants, _plain(8))
 
     def place(self) -> KernelSource:
         """Second launch of the sort."""
@@ -113,11 +115,13 @@ class Kernels:
         names = ("rank_in", "counts", "row_token", "token_row", "token_weight", "token_rows", "tile_expert", "tile_row",
                  "tile_count", "meta")  # fmt: skip
         arguments = [("ids", self.ids_type), ("weights", "*fp32")]
-        arguments += [(name, F32 if name == "token_weight" else I32) for name in names]
-        arguments += [(name, "i32") for name in ("tokens", "chunks", "blocks", "row_limit", "tile_limit")]
-        constants = {**self.ids, "BINS": sort.bins, "TOPK": self.spec.top_k, "KP": sort.slots, "SIZE": SORT_SIZE,
-                     "BN": self.plan.widest, "ROUND": 8, "BLOCKS": max(1, min(16, 16384 // sort.bins)),
-                     "PDL": self.pdl}  # fmt: skip
+        arguments += [(name, {"token_weight": F32, "counts": I16}.get(name, I32)) for name in names]
+        arguments += [("x", BF16), ("x_natural", BF16)]
+        arguments += [(name, "i32") for name in ("tokens", "blocks", "programs", "row_limit", "tile_limit")]
+        constants = {**self.ids, "BINS": sort.bins, "TOPK": self.spec.top_k, "KP": sort.slots, "TOKENS": SORT_TOKENS,
+                     "PART": sort.part, "BN": self.plan.widest, "ROUND": 8,
+                     "BLOCKS": SUMMED_BLOCKS, "H": self.spec.hidden_size,
+                     "COPY": COPY_TOKENS if self.natural else 0, "PDL": self.pdl}  # fmt: skip
         return self._source(place_kernel, arguments, constants, _plain(8), pdl=self.pdl)
 
     def gate_up(self) -> KernelSource:
@@ -184,14 +188,14 @@ class Kernels:
         return self.decode == "portable"
 
     def _few(self) -> dict[str, Any]:
-        listed = self.plan.path == "listed"
-        pairs = 16 if listed else max(16, next_power_of_2(self.tokens * self.spec.top_k))
-        return {**self.ids, **self.sizes, "TOPK": self.spec.top_k, "PAIRS": pairs,
-                "LISTED": listed, "COLUMNS": self.plan.columns[0],
+        scanned = self.tokens * self.spec.top_k if self.plan.path in {"direct", "leader"} else 1
+        return {**self.ids, **self.sizes, "TOPK": self.spec.top_k, "PAIRS": max(16, next_power_of_2(scanned)),
+                "KP": next_power_of_2(self.spec.top_k),
+                "PATH": self.plan.path, "LOOP": self.plan.loop, "COLUMNS": self.plan.columns[0],
                 "MMA_ORDER": self.lane_order}  # fmt: skip
 
     def _lists(self) -> list[tuple[str, str]]:
-        names = ("meta", "tile_expert", "tile_count", "tile_dest", "tile_weight")
+        names = ("meta", "tile_expert", "tile_count", "tile_dest", "tile_weight", "tile_need")
         return [(name, F32 if name == "tile_weight" else I32) for name in names] + [("tokens", "i32")]
 
     def route_few(self) -> KernelSource:
@@ -211,8 +215,8 @@ class Kernels:
         tile = self.plan.gate_up
         arguments = [("x", BF16), ("ids", self.ids_type), ("weights", "*fp32"), *self._matrix(), ("h", BF16)]
         constants = {**self._few(), "MT": tile.fragments, "SLICES": tile.slices, **self._common(tile),
-                     **_activation(self.spec.activation), "ARRIVALS": arrival_counters(self.spec, self.plan),
-                     "PDL": self.pdl}  # fmt: skip
+                     **_activation(self.spec.activation), "PDL": self.pdl,
+                     "ARRIVALS": arrival_counters(self.spec, self.plan, self.tokens)}  # fmt: skip
         pdl = self.pdl and self.plan.path == "listed"
         return self._source(few_gate_up_kernel, [*arguments, ("arrivals", I32), *self._lists()], constants, tile, pdl)
 
@@ -223,15 +227,26 @@ class Kernels:
         tile = self.plan.down
         arguments = [("h", BF16), ("ids", self.ids_type), ("weights", "*fp32"), *self._matrix(), ("y", F32)]
         arguments += [("out", BF16), ("arrivals", I32), *self._lists()]
-        constants = {**self._few(), "KP": next_power_of_2(self.spec.top_k), "TOKENS": next_power_of_2(self.tokens),
-                     "MT": tile.fragments, "SLICES": tile.slices, **self._common(tile), "PDL": self.pdl}  # fmt: skip
+        constants = {**self._few(), "TOKENS": next_power_of_2(self.tokens), "MT": tile.fragments,
+                     "SLICES": tile.slices, **self._common(tile), "PDL": self.pdl}  # fmt: skip
         return self._source(few_down_kernel, arguments, constants, tile, self.pdl)
+
+    def few_combine(self) -> KernelSource:
+        """Sum for few tokens, where GEMM2 leaves it to a launch of its own."""
+        from cuda_moe._few_kernels import few_combine_kernel
+
+        constants = {**self.ids, "H": self.spec.hidden_size, "TOPK": self.spec.top_k,
+                     "KP": next_power_of_2(self.spec.top_k), "BLOCK": FEW_COMBINE_COLUMNS, "PDL": self.pdl}  # fmt: skip
+        arguments = [("y", F32), ("ids", self.ids_type), ("out", BF16)]
+        return self._source(few_combine_kernel, arguments, constants, _plain(2), self.pdl)
 
     def all(self, rest: bool) -> list[KernelSource]:
         """Every kernel of the plan in the order of its launches."""
         if self.plan.path != "sorted":
             few = [self.few_gate_up(), self.few_down()]
-            return few if self.plan.path == "direct" else [self.route_few(), *few]
+            if self.plan.path == "leader":
+                return [*few, self.few_combine()]
+            return [self.route_few(), *few] if self.plan.path == "listed" else few
         chain = [self.count(), self.place(), self.gate_up(), self.down(), self.combine()]
         return [*chain, self.rest()] if rest else chain
 
@@ -242,8 +257,9 @@ def kernels_of(prepared: FusedWeights, max_tokens: int, max_local_rows: int) -> 
     windows = min(max(max_local_rows, LEAST_ROWS), max_tokens * spec.top_k) < max_tokens * spec.top_k
     for tokens in plan_edges(spec, max_tokens, prepared.capability, invariant):
         plan = make_plan(spec, tokens, prepared.capability, invariant)
+        rest = windows or may_remain(spec, tokens, plan)
         for ids in _ID_TYPES:
-            yield from Kernels(spec, plan, tokens, ids, prepared.capability).all(windows or not plan.loop)
+            yield from Kernels(spec, plan, tokens, ids, prepared.capability).all(rest)
 
 
 class Call:
@@ -261,7 +277,7 @@ class Call:
         self.regions = regions(self.spec, tokens, self.plan, max_local_rows)
         self.tiles = max_tiles(self.spec, tokens, self.plan.widest)
         self.rest = self.plan.path == "sorted" and (
-            self.regions.rows < tokens * self.spec.top_k or (not self.plan.loop and self.plan.slots < self.tiles)
+            self.regions.rows < tokens * self.spec.top_k or may_remain(self.spec, tokens, self.plan)
         )
         kernels = Kernels(self.spec, self.plan, tokens, ids, prepared.capability, self.interpreting)
         self.natural = kernels.natural
@@ -332,27 +348,34 @@ class Call:
             self._launch_few(stream, at, *tensors)
 
     def _launch_few(self, stream: int, at: dict[str, Any], x: Any, ids: Any, weights: Any, out: Any) -> None:
-        lists = (at["meta"], at["tile_expert"], at["tile_count"], at["tile_dest"], at["tile_weight"], self.tokens)
+        lists = (at["meta"], at["tile_expert"], at["tile_count"], at["tile_dest"], at["tile_weight"],
+                 at["tile_need"], self.tokens)  # fmt: skip
         launchers, slots = self.launchers, self.plan.slots
         if self.plan.path == "listed":
             parts = -(-self.tokens * self.spec.top_k // ROUTE_PART)
             launchers[0]((parts, 1), stream, (ids, weights, *lists))
         counted = (at["arrivals"], *lists)
         grids = (self.gate_up_blocks, slots), (self.down_blocks, slots)
-        launchers[-2](grids[0], stream, (x, ids, weights, *self.matrices[0], at["h"], *counted))
-        launchers[-1](grids[1], stream, (at["h"], ids, weights, *self.matrices[1], at["y"], out, *counted))
+        first = 1 if self.plan.path == "listed" else 0
+        launchers[first](grids[0], stream, (x, ids, weights, *self.matrices[0], at["h"], *counted))
+        launchers[first + 1](grids[1], stream, (at["h"], ids, weights, *self.matrices[1], at["y"], out, *counted))
+        if self.plan.path == "leader":
+            columns = -(-self.spec.hidden_size // FEW_COMBINE_COLUMNS)
+            launchers[2]((self.tokens, columns), stream, (at["y"], ids, out))
 
     def _launch_sorted(self, stream: int, at: dict[str, Any], x: Any, ids: Any, weights: Any, out: Any) -> None:
         launchers, sort, tokens = self.launchers, self.sort, self.tokens
         tiles, meta = (at["tile_expert"], at["tile_row"], at["tile_count"]), at["meta"]
         by_token = (at["token_row"], at["token_weight"], at["token_rows"])
         limit = self.tiles if self.plan.loop else self.plan.slots
-        grid = (sort.blocks, 1)
         x_main = at["y"] if self.natural else x
-        copies = (sort.blocks + -(-tokens // COPY_TOKENS), 1) if self.natural else grid
-        launchers[0](copies, stream, (ids, at["rank"], at["counts"], x, x_main, tokens, sort.chunks, sort.blocks))
-        launchers[1](grid, stream, (ids, weights, at["rank"], at["counts"], at["row_token"], *by_token, *tiles, meta,
-                                    tokens, sort.chunks, sort.blocks, self.regions.rows, limit))  # fmt: skip
+        launchers[0]((sort.blocks, 1), stream, (ids, at["rank"], at["counts"], at["masks"], tokens))
+        programs = -(-tokens // sort.part)
+        copies = -(-tokens // COPY_TOKENS) if self.natural else 0
+        launchers[1]((programs + copies, 1), stream, (
+            ids, weights, at["rank"], at["counts"], at["row_token"], *by_token, *tiles, meta, x, x_main, tokens,
+            sort.blocks, programs, self.regions.rows, limit,
+        ))  # fmt: skip
         slots = self.plan.slots
         launchers[2](
             (self.gate_up_blocks, slots), stream, (x_main, *self.matrices[0], at["h"], at["row_token"], *tiles, meta)

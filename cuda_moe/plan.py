@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from portamoe.spec import MoESpec
 
-Path = Literal["direct", "listed", "sorted"]
+Path = Literal["pair", "leader", "direct", "listed", "sorted"]
 
 #: K up to which GEMM2 takes the "short" tile: the whole of K in one step (TP8 of Kimi-K3: 384).
 SHORT_K = 512
@@ -21,9 +21,15 @@ FEW_TOKENS = 16
 FEW_PAIRS = 512
 #: Pairs up to which every program finds its own pair, without an order made beforehand.
 DIRECT_PAIRS = 64
-#: Pairs that one block of the sort ranks at once, and blocks whose counts one program of its second launch adds up.
-SORT_SIZE = 256
-SORT_BLOCKS = 64
+#: Where most experts are local, programs take the pair that their index names; beyond so many tokens, so few experts
+#: are hit by one pair only that pairs of one expert share a program.
+PAIR_TOKENS = 4
+#: Most tiles over expected ones up to which the grid provides for all.
+NEAR_WORST = 1.4
+#: Tokens that one block of the sort ranks: two words of bits per expert.
+SORT_TOKENS = 64
+#: Tokens up to which the sort's second launch takes programs of a quarter block.
+SPREAD_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,7 @@ def make_plan(spec: MoESpec, tokens: int, capability: int, batch_invariant: bool
     table = tuned(capability, batch_invariant)
     pairs = tokens * spec.top_k
     few = table["few"] if tokens <= FEW_TOKENS and pairs <= FEW_PAIRS else None
-    direct = pairs <= DIRECT_PAIRS
-    path: Path = "sorted" if few is None else "direct" if direct else "listed"
+    path = "sorted" if few is None else _few_path(spec, tokens)
     entry = _entry(few if few is not None else table["sorted"], spec, tokens)
     short = spec.intermediate_size <= SHORT_K and "down_short" in entry
     gate_up, down = _tile(entry["gate_up"]), _tile(entry["down_short" if short else "down"])
@@ -111,23 +116,32 @@ def make_plan(spec: MoESpec, tokens: int, capability: int, batch_invariant: bool
         if gate_up.slices != down.slices:
             gate_up, down = _whole_k(gate_up, gate_up.unroll), _whole_k(down, down.unroll)
         columns = (columns[0] // gate_up.slices, 0, 0)  # parts of K take columns of the instruction
+    wide, may_loop = entry.get("wide", False), path != "sorted" or entry.get("loop", False)
+    slots = _slots(spec, tokens, path, columns[0] + columns[2], wide, may_loop)
+    most = _most_slots(spec, tokens, path, columns[0] + columns[2])
+    loop = slots < most and may_loop
     return Plan(
         path=path,
         gate_up=gate_up,
         down=down,
         columns=columns,
-        wide=entry.get("wide", False),
-        loop=entry.get("loop", False),
-        slots=_slots(spec, tokens, path, columns[0] + columns[2], entry.get("wide", False)),
+        wide=wide,
+        loop=loop,
+        slots=slots,
         pdl=entry.get("pdl", False) and capability >= 90,
     )
+
+
+def _few_path(spec: MoESpec, tokens: int) -> Path:
+    if 2 * spec.num_local_experts >= spec.num_experts:
+        return "pair" if tokens <= PAIR_TOKENS else "leader"
+    return "direct" if tokens * spec.top_k <= DIRECT_PAIRS else "listed"
 
 
 def plan_edges(spec: MoESpec, max_tokens: int, capability: int, batch_invariant: bool) -> list[int]:
     """Return token counts up to `max_tokens` that see every tile in use, and the largest count of each."""
     edges = {max_tokens, *range(1, min(FEW_TOKENS, max_tokens) + 1)}
-    if max_tokens > FEW_TOKENS:
-        edges.add(FEW_TOKENS + 1)
+    edges.update(t for t in (FEW_TOKENS + 1, SPREAD_TOKENS, SPREAD_TOKENS + 1) if t <= max_tokens)
     for entry in tuned(capability, batch_invariant)["sorted"]:
         last = int(entry["rows_per_expert"] * spec.num_experts / spec.top_k)
         edges.update(t for t in (last - 1, last, last + 1) if 1 <= t <= max_tokens)
@@ -144,7 +158,7 @@ def _divisible(tile: Tile, k: int) -> Tile:
         tile = replace(tile, rows=tile.rows * tile.slices, slices=1)
     blocks = -(-k // 64) // tile.slices
     steps = [step for step in range(1, 2 * tile.unroll) if blocks % step == 0]
-    return replace(tile, unroll=min(steps, key=lambda step: (abs(step - tile.unroll), -step)))
+    return replace(tile, unroll=min(steps, key=lambda step: (abs(step - tile.unroll), abs(step - 3))))
 
 
 def expected_tiles(spec: MoESpec, tokens: int, widest: int) -> float:
@@ -167,18 +181,32 @@ def expected_tiles(spec: MoESpec, tokens: int, widest: int) -> float:
 def max_tiles(spec: MoESpec, tokens: int, widest: int) -> int:
     """Return the most tiles that any routing of `tokens` tokens makes."""
     pairs = tokens * spec.top_k
-    return min(spec.num_local_experts, pairs) + pairs // widest
+    hit = min(spec.num_local_experts, pairs)
+    return hit + (pairs - hit) // widest
 
 
-def _slots(spec: MoESpec, tokens: int, path: Path, widest: int, wide: bool) -> int:
+def may_remain(spec: MoESpec, tokens: int, plan: Plan) -> bool:
+    """Return whether a routing could make tiles that the grid of the first window does not provide for."""
+    return not plan.loop and plan.slots < max_tiles(spec, tokens, plan.widest)
+
+
+def _most_slots(spec: MoESpec, tokens: int, path: Path, columns: int) -> int:
+    return max_tiles(spec, tokens, columns) if path in {"listed", "sorted"} else tokens * spec.top_k
+
+
+def _slots(spec: MoESpec, tokens: int, path: Path, widest: int, wide: bool, loop: bool) -> int:
     pairs = tokens * spec.top_k
     local = pairs * spec.num_local_experts / spec.num_experts
+    if path in {"pair", "leader"}:
+        return pairs
     if path == "direct":
         return max(1, min(pairs, math.ceil(local)))
-    expected = expected_tiles(spec, tokens, widest)
-    # A surplus program costs about a nanosecond; what has no slot is left to the rest kernel. Wide tiles are few, so
-    # they get room for half as many rows again in few experts. Few-token programs go on to further tiles.
-    if path == "listed":
-        return max(1, min(max_tiles(spec, tokens, widest), math.ceil(1.05 * expected + 2)))
-    room = 1.1 * expected + (0.5 if wide else 0.1) * local / widest + 4
-    return max(1, min(max_tiles(spec, tokens, widest), math.ceil(room)))
+    expected, most = expected_tiles(spec, tokens, widest), max_tiles(spec, tokens, widest)
+    # A loop over tiles costs registers, and a rest kernel a launch: neither where the worst case is near.
+    if not wide and most <= NEAR_WORST * expected:
+        return most
+    # A surplus program costs about a nanosecond; what has no slot is left to the rest kernel, or to programs that go on
+    # to further tiles. Wide tiles are few, so they get room for half as many rows again in few experts.
+    if loop:
+        return max(1, min(most, math.ceil(1.05 * expected + 2)))
+    return max(1, min(most, math.ceil(1.1 * expected + (0.5 if wide else 0.1) * local / widest + 4)))

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cuda_moe.plan import SORT_BLOCKS, SORT_SIZE, Plan, make_plan, max_tiles, plan_edges
+from cuda_moe.plan import SORT_TOKENS, SPREAD_TOKENS, Plan, make_plan, max_tiles, may_remain, plan_edges
 
 if TYPE_CHECKING:
     from portamoe.spec import MoESpec
@@ -23,21 +23,23 @@ def next_power_of_2(n: int) -> int:
 
 @dataclass(frozen=True)
 class Sort:
-    """How the pairs are cut into blocks: `blocks` programs of `chunks` * SORT_SIZE pairs; BINS counters each."""
+    """How the tokens are cut into `blocks` of SORT_TOKENS, each with `slots` pairs a token and `bins` counters.
+
+    part:  tokens that one program of the second launch places
+    """
 
     slots: int
     bins: int
-    chunks: int
     blocks: int
+    part: int
 
 
 def sort_shape(spec: MoESpec, tokens: int) -> Sort:
     """Return the shape of the sort for `tokens` tokens; slots: K rounded up to a power of two."""
-    slots = next_power_of_2(spec.top_k)
     bins = max(16, next_power_of_2(spec.num_local_experts))
-    chunks = -(-(tokens * slots) // (SORT_SIZE * SORT_BLOCKS))
-    blocks = -(-(tokens * slots) // (SORT_SIZE * chunks))
-    return Sort(slots, bins, chunks, blocks)
+    # Every program of the second launch adds up all blocks' counts: few tokens are spread, many are not.
+    part = SORT_TOKENS // 4 if tokens <= SPREAD_TOKENS else SORT_TOKENS
+    return Sort(next_power_of_2(spec.top_k), bins, -(-tokens // SORT_TOKENS), part)
 
 
 @dataclass(frozen=True)
@@ -68,21 +70,23 @@ class _Packer:
 
 def _few(spec: MoESpec, tokens: int, plan: Plan) -> Regions:
     pairs, packer = tokens * spec.top_k, _Packer()
-    tiles = max_tiles(spec, tokens, plan.widest) if plan.path == "listed" else 0
-    packer.add("arrivals", 4 * arrival_counters(spec, plan))
+    listed, leader = plan.path == "listed", plan.path == "leader"
+    tiles = max_tiles(spec, tokens, plan.widest) if listed else pairs if leader else 0
+    packer.add("arrivals", 0 if leader else 4 * arrival_counters(spec, plan, tokens))
     packer.add("meta", 64)
-    packer.add("tile_expert", 4 * tiles)
+    packer.add("tile_expert", 4 * tiles if listed else 0)
     packer.add("tile_count", 4 * tiles)
     packer.add("tile_dest", 4 * tiles * plan.widest)
-    packer.add("tile_weight", 4 * tiles * plan.widest)
+    packer.add("tile_need", 4 * tiles * plan.widest)
+    packer.add("tile_weight", 4 * tiles * plan.widest if listed else 0)
     packer.add("h", 2 * pairs * spec.intermediate_size)
     packer.add("y", 4 * pairs * spec.hidden_size)
     return Regions(packer.offsets, packer.sizes, packer.end)
 
 
-def arrival_counters(spec: MoESpec, plan: Plan) -> int:
-    """Return how many counters of column blocks the few-token path of `plan` uses, a power of two."""
-    return next_power_of_2(-(-spec.hidden_size // plan.down.rows))
+def arrival_counters(spec: MoESpec, plan: Plan, tokens: int) -> int:
+    """Return how many counters the few-token path of `plan` uses: one per token and block of columns."""
+    return tokens * -(-spec.hidden_size // plan.down.rows)
 
 
 def _sorted(spec: MoESpec, tokens: int, plan: Plan, max_local_rows: int) -> Regions:
@@ -90,16 +94,17 @@ def _sorted(spec: MoESpec, tokens: int, plan: Plan, max_local_rows: int) -> Regi
     tiles = max_tiles(spec, tokens, plan.widest)
     rows = min(pairs, max(max_local_rows, LEAST_ROWS))
     packer.add("meta", 64)
-    packer.add("counts", 4 * sort.blocks * sort.bins)
-    packer.add("rank", 4 * sort.blocks * sort.chunks * SORT_SIZE)
+    packer.add("counts", 2 * sort.blocks * sort.bins)
+    packer.add("masks", 8 * sort.blocks * sort.bins)
+    packer.add("rank", 4 * sort.blocks * sort.slots * SORT_TOKENS)
     for name in ("row_token", "token_row", "token_weight"):
         packer.add(name, 4 * pairs)
     packer.add("token_rows", 4 * tokens)
     for name in ("tile_expert", "tile_row", "tile_count"):
         packer.add(name, 4 * tiles)
     h_row, y_row = 2 * spec.intermediate_size, 2 * spec.hidden_size
-    may_remain = rows < pairs or not plan.loop
-    partial = 2 * tokens * spec.hidden_size if may_remain else 0
+    remains = rows < pairs or may_remain(spec, tokens, plan)
+    partial = 2 * tokens * spec.hidden_size if remains else 0
     # h is read no more when the sums are made, so the kept halves of unfinished sums take its place; the further
     # windows share what is left of both.
     packer.add("h", max(h_row * rows, partial))
@@ -107,7 +112,7 @@ def _sorted(spec: MoESpec, tokens: int, plan: Plan, max_local_rows: int) -> Regi
     packer.add("y", max(y_row * rows, 2 * tokens * spec.hidden_size if plan.wide else 0))
     offsets, sizes = dict(packer.offsets), dict(packer.sizes)
     rest_rows, end = 0, packer.end
-    if may_remain:
+    if remains:
         begin = offsets["h"] + -(-partial // ALIGN) * ALIGN
         end = max(end, begin + LEAST_ROWS * (h_row + y_row) + ALIGN)
         rest_rows = (end - begin - ALIGN) // (h_row + y_row)

@@ -84,6 +84,17 @@ def lane_order():
     return {key: max(few[key], wide[key]) for key in few}
 
 
+def nan_tokens():
+    """A token of NaN stays NaN through every clamp, and alone."""
+    kept = {}
+    for activation in (OAI, SwiGLU(limit=7.0), SwiGLUStep(limit=7.0), ReLU2(), SiTU(4.0, 25.0), GeGLU()):
+        problem = make_problem(replace(SMALL, activation=activation), 2)
+        problem.x[1] = float("nan")
+        nan = run(problem).isnan()
+        kept[activation.name] = bool(nan[1].all()) and not bool(nan[0].any())
+    return kept
+
+
 def none_local():
     """Nothing to do: zeros."""
     problem = make_problem(replace(SMALL, local_experts=range(2, 4)), 3, routing="none_local")
@@ -94,9 +105,15 @@ CASES = {
     "one_token": lambda: against_reference(SMALL, 1),
     "few": lambda: against_reference(replace(SMALL, intermediate_size=96), 5, minus_one=0.3),
     "few_shared_experts": lambda: against_reference(replace(SMALL, num_experts=2, local_experts=range(0)), 10),
-    "few_listed": lambda: against_reference(replace(SMALL, top_k=5), 14, minus_one=0.1),
+    "few_leaders": lambda: against_reference(replace(SMALL, top_k=5), 14, minus_one=0.1),
     "few_duplicates": lambda: against_reference(SMALL, 3, routing="duplicates"),
+    "duplicates": lambda: against_reference(replace(SMALL, top_k=3), 70, routing="duplicates"),
+    "two_blocks": lambda: against_reference(replace(SMALL, num_experts=20), 90, minus_one=0.2),
     "few_none_local": none_local,
+    "few_direct": lambda: against_reference(replace(SMALL, num_experts=12, local_experts=range(5, 9)), 4),
+    "few_listed_foreign": lambda: against_reference(
+        replace(SMALL, num_experts=24, top_k=5, local_experts=range(5, 9)), 14, minus_one=0.1
+    ),
     "rank_in_middle": lambda: against_reference(replace(SMALL, num_experts=12, local_experts=range(5, 9)), 20),
     "int64_ids": lambda: against_reference(SMALL, 18, ids_dtype=torch.int64),
     "odd_top_k": lambda: against_reference(replace(SMALL, top_k=3), 19, minus_one=0.2),
@@ -112,6 +129,7 @@ CASES = {
     "geglu": lambda: against_reference(replace(SMALL, activation=GeGLU()), 2),
     "geglu_tanh": lambda: against_reference(replace(SMALL, activation=GeGLU(approximate="tanh")), 2),
     "relu2": lambda: against_reference(replace(SMALL, activation=ReLU2()), 2),
+    "nan_tokens": nan_tokens,
     "lane_order": lane_order,
     "windows": windows,
     "invariant": invariant,

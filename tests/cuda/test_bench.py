@@ -98,3 +98,29 @@ def test_what_a_backend_does_not_measure_is_refused(measuring, capsys):
     assert "measuring measures no tiles" in capsys.readouterr().err
     assert main(["bench", "--tune", "--backend", "nobody"]) == 2
     assert "unknown backend 'nobody'" in capsys.readouterr().err
+
+
+def test_a_harness_file_gives_the_rows_of_a_report():
+    from benchmarks.plots import rows_of
+
+    rows = rows_of(
+        {
+            "problems": [{"case": "a", "M": 4, "floor_us": 2.0}],
+            "results": [
+                {"case": "a", "M": 4, "peer": "marlin", "us": 5.0, "rel_err": 0.004},
+                {"case": "a", "M": 4, "peer": "plug:triton_fused", "us": 3.0, "rel_err": float("nan")},
+            ],
+        }
+    )
+    assert [row["name"] for row in rows] == ["floor", "peer:marlin", "triton_fused"]
+    assert [row.get("wrong") for row in rows] == [None, False, True]
+
+
+def test_plot_leaves_wrong_results_out(tmp_path):
+    pytest.importorskip("matplotlib")
+    from portamoe.cli._plot import plot
+
+    plot(REPORT, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert "fast" in text
+    assert "liar" not in text

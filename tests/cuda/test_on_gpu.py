@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from cuda_moe.triton_fused import BACKEND, BATCH_INVARIANT  # noqa: E402
-from portamoe.activations import SiTU, SwiGLUOAI  # noqa: E402
+from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep  # noqa: E402
 from portamoe.spec import MoESpec  # noqa: E402
 from portamoe.testing import error_metrics, make_problem  # noqa: E402
 
@@ -27,7 +27,16 @@ SPECS = {
     "biases": replace(SMALL, activation=SwiGLUOAI(alpha=1.702, limit=7.0), bias=True),
     "bf16": replace(SMALL, weight_format="bf16"),
 }
-#: Direct, listed, narrow, wide of one width, wide of three widths and of the widest.
+ACTIVATIONS = {
+    "situ_up": SiTU(4.0),
+    "swiglu": SwiGLU(),
+    "swiglu_limit": SwiGLU(limit=7.0),
+    "swiglu_step": SwiGLUStep(limit=7.0),
+    "geglu": GeGLU(),
+    "geglu_tanh": GeGLU(approximate="tanh"),
+    "relu2": ReLU2(),
+}
+#: Pairs or direct, leaders or listed, narrow, wide of one width, wide of three widths and of the widest.
 TOKENS = (1, 5, 16, 20, 90, 300, 700)
 
 
@@ -63,6 +72,35 @@ def test_values_and_repeats(name, tokens):
     assert torch.equal(first, layer(*inputs))
 
 
+@pytest.mark.parametrize("tokens", [3, 60])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name, tokens):
+    problem = make_problem(replace(SMALL, activation=ACTIVATIONS[name]), tokens, device="cuda")
+    metrics = error_metrics(Layer(problem)(problem.x, problem.topk_ids, problem.topk_weights), problem.reference())
+    assert metrics.rms <= 0.0035
+    assert metrics.max <= 0.025
+
+
+@pytest.mark.parametrize("activation", [SwiGLUOAI(alpha=1.702, limit=7.0), SwiGLU(limit=7.0), SwiGLUStep(limit=7.0)])
+def test_a_token_of_nan_stays_nan_alone(activation):
+    problem = make_problem(replace(SMALL, activation=activation), 40, device="cuda")
+    problem.x[7] = float("nan")
+    nan = Layer(problem)(problem.x, problem.topk_ids, problem.topk_weights).isnan()
+    assert nan[7].all()
+    assert int(nan.any(1).sum()) == 1
+
+
+@pytest.mark.parametrize("routing", ["duplicates", "skew", "none_local"])
+@pytest.mark.parametrize("tokens", [3, 12, 200, 900])
+def test_odd_routing(routing, tokens):
+    spec = SMALL if routing == "duplicates" else replace(SMALL, local_experts=range(7, 12))
+    problem = make_problem(spec, tokens, device="cuda", routing=routing)
+    layer, inputs = Layer(problem), (problem.x, problem.topk_ids, problem.topk_weights)
+    out = layer(*inputs)
+    assert error_metrics(out, problem.reference()).rms <= 0.0035
+    assert torch.equal(out, layer(*inputs))
+
+
 @pytest.mark.parametrize("tokens", [60, 700])
 def test_windows_give_the_same_bits(tokens):
     problem = make_problem(SMALL, tokens, device="cuda", routing="skew")
@@ -77,6 +115,27 @@ def test_a_token_alone_equals_itself_in_a_batch():
     for tokens in (1, 16, 77):
         part = layer(*(t[:tokens].contiguous() for t in inputs))
         assert torch.equal(part, whole[:tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 12, 50, 400])
+def test_replay_follows_its_inputs(tokens):
+    spec = replace(SMALL, local_experts=range(7, 12)) if tokens == 5 else SMALL
+    problem, other = (make_problem(spec, tokens, device="cuda", seed=seed) for seed in (0, 9))
+    layer = Layer(problem)
+    rows = BACKEND.default_max_local_rows(spec, tokens)
+    workspace = torch.empty(BACKEND.workspace_bytes(spec, tokens, rows), dtype=torch.uint8, device="cuda")
+    inputs = [t.clone() for t in (problem.x, problem.topk_ids, problem.topk_weights)]
+    out = torch.empty_like(problem.x)
+    BACKEND.forward(layer.prepared, *inputs, workspace, out, max_local_rows=rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        BACKEND.forward(layer.prepared, *inputs, workspace, out, max_local_rows=rows)
+    for target, source in zip(inputs, (other.x, other.topk_ids, other.topk_weights), strict=True):
+        target.copy_(source)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, layer(*inputs))
 
 
 def test_nothing_compiles_after_warm_up_and_graphs_follow_their_inputs():

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cuda_moe.plan import expected_tiles, make_plan, max_tiles, plan_edges  # noqa: E402
+from cuda_moe.plan import SORT_TOKENS, expected_tiles, make_plan, max_tiles, plan_edges  # noqa: E402
 from cuda_moe.triton_fused import BACKEND, BATCH_INVARIANT  # noqa: E402
 from cuda_moe.workspace import regions, sort_shape, workspace_bytes  # noqa: E402
 from portamoe.device import Device, Host  # noqa: E402
@@ -90,8 +90,8 @@ def test_sort_covers_every_pair():
     for spec in (EP8, GPT_OSS, replace(EP8, top_k=3)):
         for tokens in (17, 1000, 8192):
             sort = sort_shape(spec, tokens)
-            assert sort.blocks * sort.chunks * 256 >= tokens * sort.slots
-            assert (sort.blocks - 1) * sort.chunks * 256 < tokens * sort.slots
+            assert sort.slots >= spec.top_k
+            assert (sort.blocks - 1) * SORT_TOKENS < tokens <= sort.blocks * SORT_TOKENS
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 16])

@@ -1,0 +1,49 @@
+"""Plot results that were kept as JSON, of `portamoe bench --json` or of a peers harness.
+
+    python benchmarks/plots.py OUT.svg RESULT.json...
+
+A harness's file has `problems` (case, M, floor_us) and `results` (case, M, peer, us); plug-ins are named
+module:function.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "common"), str(ROOT)]
+
+from portamoe.cli._plot import plot  # noqa: E402 - the checkout need not be installed
+
+#: Relative RMS error up to which a result counts as right.
+TOLERANCE = 0.01
+
+
+def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of either kind of file in the form of `portamoe bench`."""
+    if "rows" in report:
+        return list(report["rows"])
+    rows = [{"case": p["case"], "tokens": p["M"], "name": "floor", "us": p["floor_us"]} for p in report["problems"]]
+    for result in report["results"]:
+        own = result["peer"].rpartition(":")[2] if ":" in result["peer"] else ""
+        wrong = not (result.get("rel_err") or 1.0) <= TOLERANCE
+        name = own or f"peer:{result['peer']}"
+        rows.append(
+            {"case": result["case"], "tokens": result["M"], "name": name, "us": result.get("us"), "wrong": wrong}
+        )
+    return rows
+
+
+def main() -> None:
+    """Read the files, write the plot."""
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
+    plot({**reports[0], "rows": [row for report in reports for row in rows_of(report)]}, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
