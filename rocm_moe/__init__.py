@@ -12,3 +12,8 @@ BACKENDS: tuple[str | Announcement, ...] = (
     Announcement("rocm_moe.aiter.backend:BACKEND", "aiter", 100, ("amd",)),
     "rocm_moe.triton_unfused:BACKEND",
 )
+
+#: Who has kernels for `portamoe.linear`.
+LINEAR_PROVIDERS: tuple[Announcement, ...] = (
+    Announcement("rocm_moe.skinny_gemv:PROVIDER", "skinny_gemv", 10, ("amd",)),
+)

@@ -1,60 +1,87 @@
 # mypy: ignore-errors
-"""Device code: routed (token, slot) pairs to rows sorted by expert, in two launches, stable and without atomics.
+"""Device code: routed (token, slot) pairs to rows sorted by expert, stable and without atomics.
 
 A pair is token · TOP_K + slot. Pairs whose expert is -1 or elsewhere get no row. Rows of one expert keep the order of
 their pairs, so the maps are the same in every run.
+
+Pairs come in blocks of TOKENS tokens with SLOTS >= TOP_K slots, a power of two in all, and blocks in chunks. The first
+launch counts each chunk's pairs per expert and ranks every pair among the equal ones before it in its chunk. The second
+adds up the chunks: a pair's row is the rows of lower experts, those of its expert in earlier chunks, and its rank.
+A call of one block needs the second launch only (ONE_BLOCK).
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def place(pair, mine, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K: tl.constexpr):
-    """Give the pairs that are `mine` the rows from `row` on; returns the next free row."""
-    count = mine.to(tl.int32)
-    position = row + tl.cumsum(count, 0) - count
-    tl.store(pair_row + pair, position, mask=mine)
-    tl.store(row_token + position, pair // TOP_K, mask=mine)
-    tl.store(row_slot + position, pair % TOP_K, mask=mine)
-    tl.store(row_expert + position, tl.zeros_like(pair) + expert, mask=mine)
-    return row + tl.sum(count, 0)
+#: More than the pairs of a chunk, see plan.MOST_BLOCKS.
+RANKS = tl.constexpr(1 << 15)
 
 
 @triton.jit
-def sort_pairs(ids, offsets, pair_row, row_token, row_slot, row_expert, pairs, first_expert,
-               TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Place the pairs of one local expert; grid (E_local,).
+def block_pairs(block, tokens, TOP_K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Pair numbers of a block and which exist, both [TOKENS · SLOTS]."""
+    lane = tl.arange(0, TOKENS * SLOTS)
+    token = block * TOKENS + lane // SLOTS
+    slot = lane % SLOTS
+    return token * TOP_K + slot, (token < tokens) & (slot < TOP_K)
 
-    First pass: count the pairs of lower local experts, which is where this expert's rows begin. Second pass: number its
-    own pairs in order.
+
+@triton.jit
+def local_experts(ids, pair, there, first_expert, E_LOCAL: tl.constexpr):
+    """Experts of pairs as numbers on this rank, E_LOCAL where there is none."""
+    expert = tl.load(ids + pair, mask=there, other=-1) - first_expert
+    return tl.where(there & (expert >= 0) & (expert < E_LOCAL), expert, E_LOCAL).to(tl.int32)
+
+
+@triton.jit
+def rank_in_block(expert, pairs, STEP: tl.constexpr):
+    """How many pairs before each of a block's have the same expert: all against the first `pairs`, STEP at a time."""
+    PAIRS: tl.constexpr = expert.shape[0]
+    lane = tl.arange(0, PAIRS)
+    rank = tl.zeros((PAIRS,), tl.int32)
+    for start in range(0, tl.minimum(pairs, PAIRS), STEP):
+        other = start + tl.arange(0, STEP)
+        # The same expert and a lower place in the block, as one comparison without sign.
+        key = tl.gather(expert, other, 0) * PAIRS + other
+        distance = key[:, None] - (expert * PAIRS)[None, :]
+        before = distance.to(tl.uint32, bitcast=True) < lane.to(tl.uint32, bitcast=True)[None, :]
+        rank += tl.sum(before.to(tl.int32), 0)
+    return rank
+
+
+@triton.jit
+def count_pairs(ids, counts, ranked, tokens, first_expert, blocks, E_LOCAL: tl.constexpr, BINS: tl.constexpr,
+                TOP_K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, RANK_STEP: tl.constexpr):  # fmt: skip
+    """Count and rank the pairs of one chunk of `blocks` blocks; grid (chunks,).
+
+    counts: (chunks, BINS) int16, bin E_LOCAL takes the pairs without a row
+    ranked: (pairs,) int32 of expert · RANKS + rank
     """
-    local = tl.program_id(0)
-    expert = first_expert + local
-    lane = tl.arange(0, BLOCK)
-    lower = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, pairs, 4 * BLOCK):
-        for u in tl.static_range(4):
-            pair = start + u * BLOCK + lane
-            chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
-            lower += ((chosen >= first_expert) & (chosen < expert)).to(tl.int32)
-    row = tl.sum(lower, 0)
-    tl.store(offsets + local, row)
-    for start in range(0, pairs, 4 * BLOCK):
-        pair = start + lane
-        # All four loads before the first sum, which waits for all threads.
-        c0 = tl.load(ids + pair, mask=pair < pairs, other=-1)
-        c1 = tl.load(ids + pair + BLOCK, mask=pair + BLOCK < pairs, other=-1)
-        c2 = tl.load(ids + pair + 2 * BLOCK, mask=pair + 2 * BLOCK < pairs, other=-1)
-        c3 = tl.load(ids + pair + 3 * BLOCK, mask=pair + 3 * BLOCK < pairs, other=-1)
-        row = place(pair, c0 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
-        if start + BLOCK < pairs:
-            row = place(pair + BLOCK, c1 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
-        if start + 2 * BLOCK < pairs:
-            row = place(pair + 2 * BLOCK, c2 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
-            row = place(pair + 3 * BLOCK, c3 == expert, row, expert, pair_row, row_token, row_slot, row_expert, TOP_K)
-    if local == tl.num_programs(0) - 1:
-        tl.store(offsets + local + 1, row)
+    chunk = tl.program_id(0)
+    total = tl.zeros((BINS,), tl.int32)
+    for block in range(chunk * blocks, (chunk + 1) * blocks):
+        pair, there = block_pairs(block, tokens, TOP_K, SLOTS, TOKENS)
+        expert = local_experts(ids, pair, there, first_expert, E_LOCAL)
+        rank = rank_in_block(expert, (tokens - block * TOKENS) * SLOTS, RANK_STEP)
+        rank += tl.gather(total, expert, 0)
+        tl.store(ranked + pair, expert * RANKS + rank, mask=there)
+        total += tl.histogram(expert, BINS)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), total.to(tl.int16))
+
+
+@triton.jit
+def add_chunks(counts, chunks, chunk, BINS: tl.constexpr, STEP: tl.constexpr):
+    """Pairs of each expert in all chunks and in those before `chunk`, both [BINS]."""
+    step = tl.arange(0, STEP)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((STEP, BINS), tl.int32)
+    before = tl.zeros((STEP, BINS), tl.int32)
+    for start in range(0, chunks, STEP):
+        row = start + step
+        part = tl.load(counts + (row[:, None] * BINS + bins[None, :]), mask=(row < chunks)[:, None], other=0)
+        total += part.to(tl.int32)
+        before += tl.where((row < chunk)[:, None], part.to(tl.int32), 0)
+    return tl.sum(total, 0), tl.sum(before, 0)
 
 
 @triton.jit
@@ -64,72 +91,93 @@ def window_size(total, whole, divided):
 
 
 @triton.jit
-def index_tokens(ids, weights, offsets, pair_row, row_token, row_slot, row_expert, token_rows, token_weights,
-                 token_count, block, tokens, first_expert, E_LOCAL: tl.constexpr, TOP_K: tl.constexpr,
-                 SLOTS: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """For TOKENS tokens: their rows in ascending order (ascending expert), with weights, and how many there are."""
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.arange(0, SLOTS)
-    valid = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
-    pair = token[:, None] * TOP_K + slot[None, :]
-    chosen = tl.load(ids + pair, mask=valid, other=-1)
-    here = (chosen >= first_expert) & (chosen < first_expert + E_LOCAL)
-    row = tl.load(pair_row + pair, mask=here, other=0x7FFFFFFF)
-    weight = tl.load(weights + pair, mask=here, other=0.0)
-    lower = tl.reshape(row, (TOKENS, 1, SLOTS)) < tl.reshape(row, (TOKENS, SLOTS, 1))
-    target = token[:, None] * TOP_K + tl.sum(lower.to(tl.int32), 2)
-    tl.store(token_rows + target, row, mask=here)
-    tl.store(token_weights + target, weight, mask=here)
-    tl.store(token_count + token, tl.sum(here.to(tl.int32), 1), mask=token < tokens)
+def place_block(expert, rank, start, rows, weights, row_token, row_slot, row_expert, token_rows, token_weights,
+                token_count, block, tokens, first_expert, E_LOCAL: tl.constexpr, TOP_K: tl.constexpr,
+                SLOTS: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Write the maps of a block: row to pair, and per token its rows in ascending order (ascending expert)."""
+    pair, there = block_pairs(block, tokens, TOP_K, SLOTS, TOKENS)
+    here = expert < E_LOCAL
+    row = tl.where(here, tl.gather(start, expert, 0) + rank, 0x7FFFFFFF)
+    tl.store(row_token + row, pair // TOP_K, mask=here)
+    tl.store(row_slot + row, pair % TOP_K, mask=here)
+    tl.store(row_expert + row, expert + first_expert, mask=here)
     # Rows that do not exist point at token 0, so that a hook may index with the whole map.
-    beyond = valid & (pair >= tl.load(offsets + E_LOCAL))
+    beyond = there & (pair >= rows)
     nothing = tl.zeros_like(pair)
     tl.store(row_token + pair, nothing, mask=beyond)
     tl.store(row_slot + pair, nothing, mask=beyond)
     tl.store(row_expert + pair, nothing - 1, mask=beyond)
 
+    weight = tl.load(weights + pair, mask=here, other=0.0)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    sorted_row = tl.reshape(row, (TOKENS, SLOTS))
+    lower = tl.reshape(row, (TOKENS, 1, SLOTS)) < tl.reshape(row, (TOKENS, SLOTS, 1))
+    target = token[:, None] * TOP_K + tl.sum(lower.to(tl.int32), 2)
+    exists = sorted_row < 0x7FFFFFFF
+    tl.store(token_rows + target, sorted_row, mask=exists)
+    tl.store(token_weights + target, tl.reshape(weight, (TOKENS, SLOTS)), mask=exists)
+    tl.store(token_count + token, tl.sum(exists.to(tl.int32), 1), mask=token < tokens)
+
 
 @triton.jit
-def list_tiles(offsets, tiles, window_rows, block, blocks_a_window, whole, divided, tile_rows, E_LOCAL: tl.constexpr,
-               E_PADDED: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """TILES tile slots of one window: (expert, first row within the window, rows); rows is 0 in surplus slots."""
-    window = block // blocks_a_window
-    total = tl.load(offsets + E_LOCAL)
-    size = window_size(total, whole, divided)
+def list_tiles(total, rows, tiles, window_rows, window, part, slots, whole, divided, tile_rows, E_LOCAL: tl.constexpr,
+               BINS: tl.constexpr, TILE_PROGRAMS: tl.constexpr):  # fmt: skip
+    """One of TILE_PROGRAMS parts of a window's tiles: (expert, first row within the window, rows); rows 0: surplus."""
+    bins = tl.arange(0, BINS)
+    count = tl.where(bins < E_LOCAL, total, 0)
+    size = window_size(rows, whole, divided)
     base = window * size
-    expert = tl.arange(0, E_PADDED)
-    begin = tl.load(offsets + expert, mask=expert < E_LOCAL, other=0x7FFFFFFF)
-    end = tl.load(offsets + expert + 1, mask=expert < E_LOCAL, other=0x7FFFFFFF)
-    begin = tl.minimum(tl.maximum(begin - base, 0), size)
-    end = tl.minimum(tl.maximum(end - base, 0), size)
-    last_tile = tl.cumsum((end - begin + tile_rows - 1) // tile_rows, 0)
-
-    slot = block % blocks_a_window * TILES + tl.arange(0, TILES)
-    before = last_tile[None, :] <= slot[:, None]
-    owner = tl.sum(before.to(tl.int32), 1)
-    tile = slot - tl.max(tl.where(before, last_tile[None, :], 0), 1)
-    mine = expert[None, :] == owner[:, None]
-    first = tl.sum(tl.where(mine, begin[None, :], 0), 1) + tile * tile_rows
-    rows = tl.sum(tl.where(mine, end[None, :], 0), 1) - first
-    rows = tl.where(owner < E_LOCAL, tl.minimum(tl.maximum(rows, 0), tile_rows), 0)
-    record = tiles + (block * TILES + tl.arange(0, TILES)) * 4
-    tl.store(record, owner)
-    tl.store(record + 1, first)
-    tl.store(record + 2, rows)
-    if block % blocks_a_window == 0:
-        tl.store(window_rows + window, tl.minimum(tl.maximum(total - base, 0), size))
+    first = tl.cumsum(count, 0) - count - base
+    end = tl.minimum(tl.maximum(first + count, 0), size)
+    first = tl.minimum(tl.maximum(first, 0), size)
+    parts = (end - first + tile_rows - 1) // tile_rows
+    slot = window * slots + tl.cumsum(parts, 0) - parts
+    for i in range(part, tl.max(parts, 0), TILE_PROGRAMS):
+        record = tiles + (slot + i) * 4
+        row = first + i * tile_rows
+        tl.store(record, bins, mask=i < parts)
+        tl.store(record + 1, row, mask=i < parts)
+        tl.store(record + 2, tl.minimum(end - row, tile_rows), mask=i < parts)
+    for surplus in range(tl.sum(parts, 0) + part * BINS, slots, TILE_PROGRAMS * BINS):
+        unused = surplus + bins
+        tl.store(tiles + (window * slots + unused) * 4 + 2, tl.zeros_like(bins), mask=unused < slots)
+    if part == 0:
+        tl.store(window_rows + window, tl.minimum(tl.maximum(rows - base, 0), size))
 
 
 @triton.jit
-def index_rows(ids, weights, offsets, pair_row, row_token, row_slot, row_expert, token_rows, token_weights, token_count,
-               tiles, window_rows, tokens, first_expert, token_blocks, blocks_a_window, whole, divided, tile_rows,
-               E_LOCAL: tl.constexpr, E_PADDED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-               TOKENS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """What the later kernels look up; grid (token blocks + windows · tile blocks of a window,)."""
-    block = tl.program_id(0)
-    if block < token_blocks:
-        index_tokens(ids, weights, offsets, pair_row, row_token, row_slot, row_expert, token_rows, token_weights,
-                     token_count, block, tokens, first_expert, E_LOCAL, TOP_K, SLOTS, TOKENS)  # fmt: skip
+def place_pairs(ids, weights, counts, ranked, total_rows, row_token, row_slot, row_expert, token_rows, token_weights,
+                token_count, tiles, window_rows, tokens, first_expert, chunks, blocks, slots, whole, divided, tile_rows,
+                E_LOCAL: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+                TOKENS: tl.constexpr, RANK_STEP: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr,
+                TILE_PROGRAMS: tl.constexpr, ONE_BLOCK: tl.constexpr):  # fmt: skip
+    """What the later kernels look up, BLOCKS blocks at a time; grid (chunks + windows · TILE_PROGRAMS,)."""
+    program = tl.program_id(0)
+    if ONE_BLOCK:
+        pair, there = block_pairs(0, tokens, TOP_K, SLOTS, TOKENS)
+        expert = local_experts(ids, pair, there, first_expert, E_LOCAL)
+        total = tl.histogram(expert, BINS)
+        before = tl.zeros((BINS,), tl.int32)
     else:
-        list_tiles(offsets, tiles, window_rows, block - token_blocks, blocks_a_window, whole, divided, tile_rows,
-                   E_LOCAL, E_PADDED, TILES)  # fmt: skip
+        total, before = add_chunks(counts, chunks, program, BINS, STEP)
+    rows = tl.sum(tl.where(tl.arange(0, BINS) < E_LOCAL, total, 0), 0)
+    if program < chunks:
+        start = tl.cumsum(total, 0) - total + before
+        if program == 0:
+            tl.store(total_rows, rows)
+        if ONE_BLOCK:
+            rank = rank_in_block(expert, tokens * SLOTS, RANK_STEP)
+            place_block(expert, rank, start, rows, weights, row_token, row_slot, row_expert, token_rows, token_weights,
+                        token_count, 0, tokens, first_expert, E_LOCAL, TOP_K, SLOTS, TOKENS)  # fmt: skip
+        else:
+            MANY: tl.constexpr = TOKENS * BLOCKS
+            for block in range(program * blocks // BLOCKS, (program + 1) * blocks // BLOCKS):
+                pair, there = block_pairs(block, tokens, TOP_K, SLOTS, MANY)
+                found = tl.load(ranked + pair, mask=there, other=E_LOCAL * RANKS)
+                place_block(found // RANKS, found % RANKS, start, rows, weights, row_token, row_slot, row_expert,
+                            token_rows, token_weights, token_count, block, tokens, first_expert, E_LOCAL, TOP_K, SLOTS,
+                            MANY)  # fmt: skip
+    else:
+        tile_program = program - chunks
+        list_tiles(total, rows, tiles, window_rows, tile_program // TILE_PROGRAMS, tile_program % TILE_PROGRAMS, slots,
+                   whole, divided, tile_rows, E_LOCAL, BINS, TILE_PROGRAMS)  # fmt: skip

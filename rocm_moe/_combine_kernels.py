@@ -9,8 +9,8 @@ from rocm_moe._decode_kernels import round_to_bf16
 
 
 @triton.jit
-def combine(y, token_rows, token_weights, token_count, offsets, carry, out, tokens, window, whole, divided, capacity,
-            splits, E_LOCAL: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, COLUMNS: tl.constexpr,
+def combine(y, token_rows, token_weights, token_count, total_rows, carry, out, tokens, window, whole, divided, capacity,
+            splits, TOP_K: tl.constexpr, H: tl.constexpr, COLUMNS: tl.constexpr,
             PARTIAL: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
     """out[t] = sum over t's rows r, ascending, of weight[t, r]·y[r].
 
@@ -22,7 +22,7 @@ def combine(y, token_rows, token_weights, token_count, offsets, carry, out, toke
     PARTIAL: y is float32 [splits, capacity, H], added in order of splits before it is weighted.
     """
     COLUMN_BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    total = tl.load(offsets + E_LOCAL)
+    total = tl.load(total_rows)
     size = window_size(total, whole, divided)
     base = window * size
     if (window > 0) & (base >= total):
@@ -56,7 +56,7 @@ def combine(y, token_rows, token_weights, token_count, offsets, carry, out, toke
                         value += tl.load(source, mask=mask, other=0.0)
                 acc = tl.fma(value, nowhere.to(tl.float32) + tl.where(here, weight, 0.0), acc)
         if base + size >= total:
-            tl.store(out + target, round_to_bf16(acc, DECODE), mask=inside)
+            tl.store(out + target, round_to_bf16(acc, DECODE, ANY_NAN=True), mask=inside)
         else:
             bits = acc.to(tl.int32, bitcast=True)
             kept = inside & (first < base + size)

@@ -21,14 +21,20 @@ from rocm_moe.triton_compat import amd_perm, funnel_shift_right
 
 
 @triton.jit
-def round_to_bf16(x, DECODE: tl.constexpr):
-    """Nearest even; the interpreter's own conversion truncates, so there it is done by integer arithmetic."""
-    if DECODE == "interpret":
+def round_to_bf16(x, DECODE: tl.constexpr, ANY_NAN: tl.constexpr = False):
+    """Nearest even, by integer arithmetic where the compiler's conversion costs twice as much or truncates.
+
+    ANY_NAN: x may hold NaNs with set bits below the highest 16, which arithmetic on bf16 numbers never makes; the
+    carry of rounding could run through those into the sign.
+    """
+    if DECODE == "convert" or DECODE == "fragments" or (ANY_NAN and DECODE != "interpret"):
+        return x.to(tl.bfloat16)
+    else:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(tl.bfloat16)
+        if ANY_NAN:
+            rounded = tl.where(x == x, rounded, 0x7FC0)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

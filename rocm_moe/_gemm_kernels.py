@@ -75,6 +75,27 @@ def multiply_whole(acc, words, exponent, x_rows, DECODE: tl.constexpr):
 
 
 @triton.jit
+def multiply_block(acc, w, s, a, x_rows, DECODE: tl.constexpr):
+    """acc [BN, BM] plus a 128-wide block: words at w [BN / 16, 256], scale words at s [BN], rows of x at a [BM, 32]."""
+    BN: tl.constexpr = acc.shape[0]
+    exponent = exponent_twice(tl.load(s), DECODE)
+    if DECODE == "interpret":
+        acc = multiply_whole(acc, tl.load(w), exponent, x_rows, DECODE)
+    else:
+        words = tl.reshape(tl.load(w), (BN // 16, 4, 16, 2, 2))
+        words = tl.reshape(tl.permute(words, (0, 2, 1, 3, 4)), (BN, 4, 2, 2))
+        even, odd = tl.split(words)
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        x0, x1, x2, x3 = tl.load(a), tl.load(a + 8), tl.load(a + 16), tl.load(a + 24)
+        acc = tl.dot(decode_words(w0, exponent, DECODE), tl.trans(x0), acc)
+        acc = tl.dot(decode_words(w1, exponent, DECODE), tl.trans(x1), acc)
+        acc = tl.dot(decode_words(w2, exponent, DECODE), tl.trans(x2), acc)
+        acc = tl.dot(decode_words(w3, exponent, DECODE), tl.trans(x3), acc)
+    return acc
+
+
+@triton.jit
 def multiply_tail(acc, words, scale_bytes, x_rows, TAIL: tl.constexpr, DECODE: tl.constexpr):
     """acc [BN, BM] plus the last TAIL 32-wide blocks of K, stored one by one: word g of a row holds K = 8g … 8g + 7."""
     BN: tl.constexpr = acc.shape[0]
@@ -135,26 +156,18 @@ def grouped_gemm_bricks(x, weights, scales, scale_bytes, bias, flags, row_expone
         w = (expert_words + begin * 256) + (brick[:, None] * (BLOCKS * 256) + tl.arange(0, 256)[None, :])
         s = (scales + expert * (N * K // 128) + begin * 16) + (brick_of * (BLOCKS * 16) + lane)
         a = x_rows + (begin * 128 + (c // 8 * 32 + c % 8))[None, :]
-        for i in range(0, end - begin, UNROLL):
+        if UNROLL == BLOCKS and not PARTIAL:
+            # A short K without a loop: every load is issued before the first product needs one.
             for u in tl.static_range(UNROLL):
-                exponent = exponent_twice(tl.load(s + u * 16), DECODE)
-                if DECODE == "interpret":
-                    acc = multiply_whole(acc, tl.load(w + u * 256), exponent, x_rows + (begin + i + u) * 128, DECODE)
-                else:
-                    words = tl.reshape(tl.load(w + u * 256), (BN // 16, 4, 16, 2, 2))
-                    words = tl.reshape(tl.permute(words, (0, 2, 1, 3, 4)), (BN, 4, 2, 2))
-                    even, odd = tl.split(words)
-                    w0, w2 = tl.split(even)
-                    w1, w3 = tl.split(odd)
-                    x0, x1 = load_rows(a + u * 128, DECODE), load_rows(a + (u * 128 + 8), DECODE)
-                    x2, x3 = load_rows(a + (u * 128 + 16), DECODE), load_rows(a + (u * 128 + 24), DECODE)
-                    acc = tl.dot(decode_words(w0, exponent, DECODE), tl.trans(x0), acc)
-                    acc = tl.dot(decode_words(w1, exponent, DECODE), tl.trans(x1), acc)
-                    acc = tl.dot(decode_words(w2, exponent, DECODE), tl.trans(x2), acc)
-                    acc = tl.dot(decode_words(w3, exponent, DECODE), tl.trans(x3), acc)
-            w += UNROLL * 256
-            s += UNROLL * 16
-            a += UNROLL * 128
+                acc = multiply_block(acc, w + u * 256, s + u * 16, a + u * 128, x_rows + u * 128, DECODE)
+        else:
+            for i in range(0, end - begin, UNROLL):
+                for u in tl.static_range(UNROLL):
+                    whole = x_rows + (begin + i + u) * 128
+                    acc = multiply_block(acc, w + u * 256, s + u * 16, a + u * 128, whole, DECODE)
+                w += UNROLL * 256
+                s += UNROLL * 16
+                a += UNROLL * 128
     if TAIL > 0:
         if split == tl.num_programs(1) - 1:
             acc = multiply_tail(acc, expert_words + N * BLOCKS * 16 + brick[:, None] * (TAIL * 64),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from rocm_moe import clock_model
 from rocm_moe.clock_model import MXFP4_BYTES, Machine, Tile
+from rocm_moe.plan import tokens_a_block
 from rocm_moe.tiles import expected_hits
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rocm_moe.isa import Code
 
 #: Dependent loads before the last store of the small kernels, one after the other.
-CHAINS: Mapping[str, int] = {"sort": 2, "index": 4, "activation": 2, "combine": 4}
+CHAINS: Mapping[str, int] = {"count": 3, "place": 5, "activation": 2, "combine": 4}
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,28 @@ def gemm_time(
     """
     gemm, splits = product.gemm, product.splits
     code, tile = gemm.code, gemm.tile
-    if code.loop is None:
-        raise ValueError(f"{gemm.name} has no main loop; it cannot be modelled as a GEMM")
-    loop = clock_model.bound(code.loop, tile, machine)
     around = clock_model.bound(code.straight, tile, machine)
-    steps = max(0.0, (tile.columns * depth / splits - around.elements) / loop.elements)
+    # Without a loop, every load of the tile is in flight at once.
+    steps, step_clocks, step_elements = 0.0, 0.0, tile.columns * depth / splits
+    if code.loop is not None and code.loop.matrix:
+        loop = clock_model.bound(code.loop, tile, machine)
+        steps = max(0.0, (tile.columns * depth / splits - around.elements) / loop.elements)
+        step_clocks, step_elements = max(loop.issue, loop.matrix, loop.lds), loop.elements
+    elif not code.straight.matrix:
+        raise ValueError(f"{gemm.name} has no matrix instructions; it cannot be modelled as a GEMM")
     workgroups = tiles * math.ceil(columns / tile.columns) * splits
     resident = max(1, clock_model.resident_workgroups(code, gemm.shared, tile.warps, machine))
     together = max(1, min(resident, math.ceil(workgroups / machine.compute_units)))
     rounds = max(1, math.ceil(workgroups / (machine.compute_units * together)))
     crowd = math.ceil(together * tile.warps / machine.simds) * machine.simds / tile.warps
     ahead = max(1, gemm.stages - 1)
-    work = crowd * max(loop.issue, loop.matrix, loop.lds)
+    work = crowd * step_clocks
     wait = machine.latency_s * machine.clock_hz / ahead
     straight = crowd * max(around.issue, around.matrix, around.lds)
     moved = experts * columns * depth * MXFP4_BYTES + rows * (2 * depth + columns * (4 * splits if splits > 1 else 2))
+    busy = rounds * (straight + steps * max(work, wait)) / machine.clock_hz
     parts = {
-        "compute" if work >= wait else "latency": rounds * (straight + steps * max(work, wait)) / machine.clock_hz,
+        "compute" if work >= wait or not steps else "latency": busy,
         "HBM": moved / (machine.hbm_bytes_s * machine.hbm_efficiency),
         "dispatch": product.grid / machine.workgroups_per_clock / machine.clock_hz,
     }
@@ -125,7 +131,7 @@ def gemm_time(
         grid=product.grid,
         workgroups=workgroups,
         waves=min(workgroups, machine.compute_units * together) * tile.warps,
-        bytes_in_flight_cu=together * ahead * loop.elements * MXFP4_BYTES,
+        bytes_in_flight_cu=together * (ahead if steps else 1) * step_elements * MXFP4_BYTES,
         hbm_bytes=moved,
         limit=limit,
         splits=splits,
@@ -169,9 +175,10 @@ def call_time(
         tiles = crowding * expected_tiles(spec, tokens, product.gemm.tile.rows)
         return gemm_time(step, product, machine, tiles=tiles, rows=rows, experts=hits, columns=columns, depth=depth)
 
+    count = () if tokens <= tokens_a_block(spec) else (small_time("count", machine, 4 * pairs * 2),)
     return (
-        small_time("sort", machine, 4 * pairs * 5, passes=math.ceil(pairs / 2048)),
-        small_time("index", machine, 4 * pairs * 8),
+        *count,
+        small_time("place", machine, 4 * pairs * 8),
         gemm("gemm1", one, 2 * inter, hidden),
         small_time("activation", machine, rows * inter * (2 * wide + 2)),
         gemm("gemm2", two, hidden, inter),

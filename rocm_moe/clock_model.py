@@ -13,6 +13,7 @@ bank conflicts, wait states, instruction fetch and clocks that drop under load a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -250,13 +251,15 @@ def bound(counts: Counts, tile: Tile, machine: Machine, elements: float | None =
 def whole(code: Code, tile: Tile, machine: Machine, depth: int) -> Bound:
     """Return the clocks of a compute unit for a whole tile: prologue, the loop over `depth` = K values, epilogue.
 
-    Raises ValueError if the code has no main loop with matrix instructions.
+    Code without a loop is counted as it stands. Raises ValueError if the code has no matrix instructions.
     """
-    if code.loop is None or not code.loop.matrix:
-        raise ValueError("the code has no main loop with matrix instructions")
-    loop = bound(code.loop, tile, machine)
     around = bound(code.straight, tile, machine)
     total = tile.columns * depth
+    if code.loop is None or not code.loop.matrix:
+        if not code.straight.matrix:
+            raise ValueError("the code has no matrix instructions")
+        return dataclasses.replace(around, elements=total, hbm=total * MXFP4_BYTES / machine.hbm_bytes_clock)
+    loop = bound(code.loop, tile, machine)
     steps = max(0.0, (total - around.elements) / loop.elements)
     return Bound(
         elements=total,

@@ -22,16 +22,21 @@ if TYPE_CHECKING:
 
     from portamoe.spec import MoESpec
 
-Step = Literal["sort", "index", "gemm1", "activation", "gemm2", "combine"]
+Step = Literal["count", "place", "gemm1", "activation", "gemm2", "combine"]
 
 #: Programs of `activate` and `combine` in windows after the first, which are mostly empty.
 LATER_GRID = 2048
-#: Up to so many pairs, `sort_pairs` reads them in steps of PAIRS_A_STEP[False], else of PAIRS_A_STEP[True].
-FEW_PAIRS = 4096
-#: Tile slots that one program of `index_rows` lists, tokens that one indexes.
-TILES_A_BLOCK = 8
-TOKENS_A_BLOCK = 8
-PAIRS_A_STEP = {False: 256, True: 2048}
+#: Pairs, padded to a power of two of slots, that `count_pairs` ranks at a time: all against all.
+PAIRS_A_BLOCK = 256
+#: Chunks of blocks in which pairs are counted, unless a chunk would have more than MOST_BLOCKS (counts are int16).
+MOST_CHUNKS = 128
+MOST_BLOCKS = 64
+#: Blocks that `place_pairs` places at a time where a chunk has more than one.
+PLACED_BLOCKS = 4
+#: Counts that a program of `place_pairs` reads at a time.
+CHUNK_COUNTS_A_STEP = 8192
+#: Programs of `place_pairs` that list the tiles of a window.
+TILE_PROGRAMS = 16
 #: Elements of one program of `activate`, columns of one of `combine`: 16 bytes a lane.
 ACTIVATION_ELEMENTS = 2048
 COMBINE_COLUMNS = 512
@@ -64,6 +69,8 @@ class Sizes:
     divided:  rows of each window if it does not
     windows:  launched, whether they have rows or not
     slots:    tile slots of a window, for tiles of SMALLEST_TILE rows
+    blocks:   blocks of pairs in a chunk of the alignment
+    chunks:   of them; 1 means that the call is a single block
     regions:  name -> where it lies in the workspace
     nbytes:   of the workspace
     """
@@ -74,6 +81,8 @@ class Sizes:
     divided: int
     windows: int
     slots: int
+    blocks: int
+    chunks: int
     regions: Mapping[str, Region]
     nbytes: int
 
@@ -102,7 +111,7 @@ class Plan:
     slots: int
     gemm1: GemmPlan
     gemm2: GemmPlan
-    index_grid: int
+    place_grid: int
     activation_grid: int
     combine_grid: int
 
@@ -151,11 +160,19 @@ def sizes(spec: MoESpec, tokens: int, max_local_rows: int) -> Sizes:
         spare = whole - round_up(-(-carry // (2 * width)), ROW_MULTIPLE)
         divided = max(spare, round_up(whole // 2, ROW_MULTIPLE))
     windows = 1 if pairs <= whole else -(-pairs // divided)
-    slots = round_up(min(spec.num_local_experts, whole) + whole // SMALLEST_TILE, TILES_A_BLOCK)
+    slots = tile_slots(spec, whole, SMALLEST_TILE)
+    all_blocks = -(-tokens // tokens_a_block(spec))
+    blocks = 1
+    if all_blocks > MOST_CHUNKS:
+        blocks = min(round_up(-(-all_blocks // MOST_CHUNKS), PLACED_BLOCKS), MOST_BLOCKS)
+    chunks = -(-all_blocks // blocks)
+    # Not of `chunks`, which may be more for fewer tokens.
+    counted = max(min(all_blocks, MOST_CHUNKS), -(-all_blocks // MOST_BLOCKS))
     partial = min(SPLIT_ROWS, whole * MOST_SPLITS) * width * 4
     wanted = {
-        "offsets": ((spec.num_local_experts + 1) * 4, "int32"),
-        "pair_row": (pairs * 4, "int32"),
+        "counts": (counted * expert_bins(spec) * 2 if all_blocks > 1 else 0, "int16"),
+        "ranked": (pairs * 4 if all_blocks > 1 else 0, "int32"),
+        "total_rows": (4, "int32"),
         "row_token": (max(pairs, whole) * 4, "int32"),
         "row_slot": (max(pairs, whole) * 4, "int32"),
         "row_expert": (max(pairs, whole) * 4, "int32"),
@@ -172,7 +189,7 @@ def sizes(spec: MoESpec, tokens: int, max_local_rows: int) -> Sizes:
     for name, (nbytes, dtype) in wanted.items():
         regions[name] = Region(offset, nbytes, dtype)
         offset = round_up(offset + nbytes, _ALIGNMENT)
-    return Sizes(tokens, pairs, whole, divided, windows, slots, MappingProxyType(regions), offset)
+    return Sizes(tokens, pairs, whole, divided, windows, slots, blocks, chunks, MappingProxyType(regions), offset)
 
 
 def workspace_bytes(spec: MoESpec, max_tokens: int, max_local_rows: int) -> int:
@@ -190,7 +207,7 @@ def make_plan(spec: MoESpec, table: TileTable, tokens: int, max_local_rows: int,
     """Return the plan of a call; `whole_rows`: never split K, because a hook wants the finished rows."""
     of = sizes(spec, tokens, max_local_rows)
     cell = table.cell(spec, tokens)
-    slots = round_up(min(spec.num_local_experts, of.whole) + of.whole // cell.tile_rows, TILES_A_BLOCK)
+    slots = tile_slots(spec, of.whole, cell.tile_rows)
     hits = expected_hits(spec, tokens)
     gemm1 = _gemm_plan(cell.gemm1, 2 * spec.intermediate_size, spec.hidden_size, slots, hits, of, whole_rows)
     gemm2 = _gemm_plan(cell.gemm2, spec.hidden_size, spec.intermediate_size, slots, hits, of, whole_rows)
@@ -202,7 +219,7 @@ def make_plan(spec: MoESpec, table: TileTable, tokens: int, max_local_rows: int,
         slots,
         gemm1,
         gemm2,
-        index_grid=-(-tokens // TOKENS_A_BLOCK) + of.windows * (slots // TILES_A_BLOCK),
+        place_grid=of.chunks + of.windows * TILE_PROGRAMS,
         activation_grid=row_blocks * (spec.intermediate_size // columns),
         combine_grid=tokens * -(-spec.hidden_size // COMBINE_COLUMNS),
     )
@@ -222,12 +239,9 @@ def launches(
 ) -> list[PlannedLaunch]:
     """Return every launch of a call in order."""
     plan = make_plan(spec, table, tokens, max_local_rows)
-    out = [
-        PlannedLaunch(
-            variant_name("sort", ids=ids, many=plan.sizes.pairs > FEW_PAIRS), (spec.num_local_experts,), None
-        ),
-        PlannedLaunch(variant_name("index", ids=ids), (plan.index_grid,), None),
-    ]
+    few = plan.sizes.chunks == 1
+    out = [] if few else [PlannedLaunch(variant_name("count", ids=ids), (plan.sizes.chunks,), None)]
+    out.append(PlannedLaunch(place_name(plan.sizes, ids), (plan.place_grid,), None))
     one, two = plan.gemm1.partial, plan.gemm2.partial
     for window in range(plan.sizes.windows):
         out += [
@@ -239,12 +253,10 @@ def launches(
     return out
 
 
-def variant_name(
-    step: Step, *, ids: str = "", many: bool = False, cell: Cell | None = None, partial: bool = False
-) -> str:
+def variant_name(step: Step, *, ids: str = "", cell: Cell | None = None, partial: bool = False) -> str:
     """Return the name under which `variants.kernel_variants` lists a binary."""
-    if step in ("sort", "index"):
-        return f"{step}-{ids}{'-many' if many else ''}"
+    if step in ("count", "place"):
+        return f"{step}-{ids}" if ids else step
     suffix = "-partial" if partial else ""
     if cell is None:
         return step + suffix
@@ -252,6 +264,33 @@ def variant_name(
     options = "".join(f"-{key}{value}" for key, value in sorted(tile.options.items()))
     tokens = "+".join(str(rows) for rows in (cell.tokens, *cell.extra))
     return f"{step}-{tokens}x{tile.rows}-w{tile.warps}s{tile.stages}u{tile.unroll}{options}{suffix}"
+
+
+def expert_bins(spec: MoESpec) -> int:
+    """Return the power of two that holds a number for each local expert and one for pairs without a row."""
+    return 1 << spec.num_local_experts.bit_length()
+
+
+def token_slots(spec: MoESpec) -> int:
+    """Return top-k rounded up to a power of two."""
+    return 1 << (spec.top_k - 1).bit_length()
+
+
+def tokens_a_block(spec: MoESpec) -> int:
+    """Return the tokens of PAIRS_A_BLOCK pairs."""
+    return max(1, PAIRS_A_BLOCK // token_slots(spec))
+
+
+def tile_slots(spec: MoESpec, rows: int, tile_rows: int) -> int:
+    """Return how many tiles of up to `tile_rows` rows any routing of `rows` rows may need."""
+    return min(spec.num_local_experts, rows) + rows // tile_rows
+
+
+def place_name(of: Sizes, ids: str) -> str:
+    """Return the variant of `place_pairs`: only a call of one block reads ids there."""
+    if of.chunks == 1:
+        return variant_name("place", ids=ids)
+    return variant_name("place", ids="many" if of.blocks > 1 else "")
 
 
 def activation_columns(inter: int) -> int:

@@ -23,6 +23,8 @@ PROVENANCES = ("measured", "emulated", "compiled", "modelled", "inherited")
 SCHEMA = 1
 #: K columns of one loop step of the kernels, the unit in which K is split.
 STEP = 128
+#: Up to so many steps, K is computed without a loop.
+MOST_UNROLLED = 4
 
 
 class TunedFileError(ValueError):
@@ -47,9 +49,15 @@ class GemmTile:
     fill: int = 0
     options: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
-    def unroll_for(self, columns: int) -> int:
-        """Return `unroll` where it divides the 128-wide steps of K = columns, else 1."""
-        return self.unroll if columns // STEP % self.unroll == 0 else 1
+    def unroll_for(self, columns: int, *, whole: bool = False) -> int:
+        """Return `unroll` where it divides the 128-wide steps of K = columns, else 1; all of them if `whole` and few.
+
+        whole: K is not split
+        """
+        steps = columns // STEP
+        if whole and 0 < steps <= MOST_UNROLLED:
+            return steps
+        return self.unroll if steps % self.unroll == 0 else 1
 
     def split_for(self, columns: int, workgroups: float, most: int) -> tuple[int, int]:
         """Return (parts, steps a part) for K = columns when one part would have `workgroups` workgroups."""

@@ -185,18 +185,17 @@ def _steps(prepared: UnfusedWeights, plan: Plan, ids: str) -> Iterator[_Step]:
     """Yield every launch in order; the arguments are those of the kernels, without their constants."""
     spec, of = prepared.spec, plan.sizes
     first = spec.local_experts.start
-    maps = tuple(_Part(name) for name in ("pair_row", "row_token", "row_slot", "row_expert"))
-    sort: tuple[_Argument, ...] = ("ids", _Part("offsets"), *maps, of.pairs, first)
-    yield _Step(
-        planning.variant_name("sort", ids=ids, many=of.pairs > planning.FEW_PAIRS), (spec.num_local_experts, 1), sort
-    )
-    token_blocks = -(-of.tokens // planning.TOKENS_A_BLOCK)
-    index: tuple[_Argument, ...] = (
-        "ids", "weights", _Part("offsets"), *maps, _Part("token_rows"), _Part("token_weights", torch.float32),
-        _Part("token_count"), _Part("tiles"), _Part("window_rows"), of.tokens, first, token_blocks,
-        plan.slots // planning.TILES_A_BLOCK, of.whole, of.divided, plan.cell.tile_rows,
+    if of.chunks > 1:
+        counts = _Part("counts", torch.int16)
+        count: tuple[_Argument, ...] = ("ids", counts, _Part("ranked"), of.tokens, first, of.blocks)
+        yield _Step(planning.variant_name("count", ids=ids), (of.chunks, 1), count)
+    place: tuple[_Argument, ...] = (
+        "ids", "weights", _Part("counts", torch.int16), _Part("ranked"), _Part("total_rows"), _Part("row_token"),
+        _Part("row_slot"), _Part("row_expert"), _Part("token_rows"), _Part("token_weights", torch.float32),
+        _Part("token_count"), _Part("tiles"), _Part("window_rows"), of.tokens, first, of.chunks, of.blocks, plan.slots,
+        of.whole, of.divided, plan.cell.tile_rows,
     )  # fmt: skip
-    yield _Step(planning.variant_name("index", ids=ids), (plan.index_grid, 1), index)
+    yield _Step(planning.place_name(of, ids), (plan.place_grid, 1), place)
     for window in range(of.windows):
         yield from _window_steps(prepared, plan, window)
 
@@ -218,8 +217,9 @@ def _window_steps(prepared: UnfusedWeights, plan: Plan, window: int) -> Iterator
         planning.variant_name("combine", partial=two.partial),
         (plan.later(plan.combine_grid, window), 1),
         (
-            rows2, _Part("token_rows"), _Part("token_weights", torch.float32), _Part("token_count"), _Part("offsets"),
-            _Part("rows", torch.int16, carry), "out", of.tokens, window, of.whole, of.divided, of.whole, two.splits,
+            rows2, _Part("token_rows"), _Part("token_weights", torch.float32), _Part("token_count"),
+            _Part("total_rows"), _Part("rows", torch.int16, carry), "out", of.tokens, window, of.whole, of.divided,
+            of.whole, two.splits,
         ),
     )  # fmt: skip
 

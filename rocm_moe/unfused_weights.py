@@ -149,7 +149,8 @@ class _MatrixBuilder:
             self._exponents[index] = packed.row_exponents
             self._flags[index] = 1
         if bias is not None:
-            self._bias[index] = bias.to(self._device)
+            # A NaN as arithmetic makes it: the kernels round others wrongly, see _decode_kernels.round_to_bf16.
+            self._bias[index] = torch.where(bias.isnan(), float("nan"), bias).to(self._device)
 
     def build(self) -> Matrix:
         exponents = self._exponents

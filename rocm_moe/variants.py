@@ -13,12 +13,17 @@ from rocm_moe import _activation_kernels, _align_kernels, _combine_kernels, _gem
 from rocm_moe.layouts import BrickLayout, FragmentLayout, KernelLayout
 from rocm_moe.plan import (
     ACTIVATION_ELEMENTS,
+    CHUNK_COUNTS_A_STEP,
     COMBINE_COLUMNS,
-    PAIRS_A_STEP,
-    TILES_A_BLOCK,
-    TOKENS_A_BLOCK,
+    MOST_CHUNKS,
+    PAIRS_A_BLOCK,
+    PLACED_BLOCKS,
+    TILE_PROGRAMS,
     Step,
     activation_columns,
+    expert_bins,
+    token_slots,
+    tokens_a_block,
     variant_name,
 )
 from rocm_moe.tiles import Cell, GemmTile, TileTable, TunedFileError, load_table
@@ -88,7 +93,7 @@ def kernel_variants(arch: str, spec: MoESpec, table: TileTable | None = None) ->
     Raises tiles.TunedFileError if there are no tiles for the arch.
     """
     table = table or load_table(arch)
-    out = list(_align_variants(spec))
+    out = list(_align_variants(arch, spec))
     for cell in unique_cells(table):
         out += _gemm_variants(arch, spec, cell)
     out += _activation_variants(arch, spec, table)
@@ -124,31 +129,42 @@ def _variant(step: Step, name: str, kernel: Any, types: str, constexprs: dict[st
     return Variant(name, step, kernel, signature, constexprs, attrs, options, **more)
 
 
-def _align_variants(spec: MoESpec) -> Iterator[Variant]:
-    local = spec.num_local_experts
+def _align_variants(arch: str, spec: MoESpec) -> Iterator[Variant]:
+    bins = expert_bins(spec)
+    shape = {
+        "E_LOCAL": spec.num_local_experts,
+        "BINS": bins,
+        "TOP_K": spec.top_k,
+        "SLOTS": token_slots(spec),
+        "TOKENS": tokens_a_block(spec),
+        # Each comparison takes a scalar register pair on AMD.
+        "RANK_STEP": min(32 if arch.startswith("gfx") else 64, token_slots(spec) * tokens_a_block(spec)),
+    }
+    # One pair a lane.
+    warps = PAIRS_A_BLOCK // (64 if arch.startswith("gfx9") else 32)
     for ids in ("i32", "i64"):
-        for many in (False, True):
-            yield _variant(
-                "sort",
-                variant_name("sort", ids=ids, many=many),
-                _align_kernels.sort_pairs,
-                f"*{ids} *i32 *i32 *i32 *i32 *i32 i32 i32",
-                {"TOP_K": spec.top_k, "BLOCK": PAIRS_A_STEP[many]},
-                {"num_warps": 8 if many else 2, "num_stages": 1},
-                unaligned=("ids",),
-            )
         yield _variant(
-            "index",
-            variant_name("index", ids=ids),
-            _align_kernels.index_rows,
-            f"*{ids} *f32" + " *i32" * 6 + " *f32 *i32 *i32 *i32" + " i32" * 7,
+            "count",
+            variant_name("count", ids=ids),
+            _align_kernels.count_pairs,
+            f"*{ids} *i16 *i32 i32 i32 i32",
+            shape,
+            {"num_warps": warps, "num_stages": 1},
+            unaligned=("ids",),
+        )
+    # Only a call of one block reads ids in `place_pairs`.
+    for name, blocks in (("", 1), ("many", PLACED_BLOCKS), ("i32", 0), ("i64", 0)):
+        yield _variant(
+            "place",
+            variant_name("place", ids=name),
+            _align_kernels.place_pairs,
+            f"*{'i32' if blocks else name} *f32 *i16" + " *i32" * 6 + " *f32 *i32 *i32 *i32" + " i32" * 8,
             {
-                "E_LOCAL": local,
-                "E_PADDED": next_power_of_two(local),
-                "TOP_K": spec.top_k,
-                "SLOTS": next_power_of_two(spec.top_k),
-                "TOKENS": TOKENS_A_BLOCK,
-                "TILES": TILES_A_BLOCK,
+                **shape,
+                "BLOCKS": max(blocks, 1),
+                "STEP": max(1, min(MOST_CHUNKS, CHUNK_COUNTS_A_STEP // bins)),
+                "TILE_PROGRAMS": TILE_PROGRAMS,
+                "ONE_BLOCK": not blocks,
             },
             {"num_warps": 8, "num_stages": 1},
             unaligned=("ids", "weights"),
@@ -181,7 +197,7 @@ def _gemm_variants(arch: str, spec: MoESpec, cell: Cell) -> Iterator[Variant]:
                     **(
                         {"LITTLE": little, "MUCH": much, "BN": tile.rows}
                         if fragments
-                        else {"BN": tile.rows, "UNROLL": tile.unroll_for(columns)}
+                        else {"BN": tile.rows, "UNROLL": tile.unroll_for(columns, whole=not partial)}
                     ),
                     "GATHER": step == "gemm1",
                     "BIAS": spec.bias,
@@ -228,7 +244,6 @@ def _combine_variants(arch: str, spec: MoESpec, table: TileTable) -> Iterator[Va
             _combine_kernels.combine,
             f"{'*f32' if partial else '*bf16'} *i32 *f32 *i32 *i32 *i16 *bf16" + " i32" * 6,
             {
-                "E_LOCAL": spec.num_local_experts,
                 "TOP_K": spec.top_k,
                 "H": spec.hidden_size,
                 "COLUMNS": COMBINE_COLUMNS,
@@ -258,8 +273,3 @@ def activation_constants(activation: Activation) -> tuple[str, float, float, flo
         case ReLU2():
             return "relu2", 0.0, 0.0, 0.0
     raise TypeError(f"triton_unfused has no kernel for the activation {activation!r}")
-
-
-def next_power_of_two(value: int) -> int:
-    """Return the smallest power of two that is not less than `value`."""
-    return 1 << (value - 1).bit_length()

@@ -46,13 +46,12 @@ def row_of(kernel: dict[str, Any]) -> dict[str, Any]:
     if not is_gemm(kernel):
         row["model"]["stream_share"] = round(clock_model.stream_share(code, machine), 2)
         return row
-    if code.loop is None or not code.loop.matrix:
+    if not has_matrix(code):
         return row
     tile, depth = tile_of(kernel), kernel["tile"]["depth"]
-    bounds = {
-        "loop": clock_model.bound(code.loop, tile, machine),
-        "whole": clock_model.whole(code, tile, machine, depth),
-    }
+    bounds = {"whole": clock_model.whole(code, tile, machine, depth)}
+    if code.loop is not None and code.loop.matrix:
+        bounds = {"loop": clock_model.bound(code.loop, tile, machine), **bounds}
     for name, bound in bounds.items():
         row["model"][name] = {
             "valu_clocks": round(bound.issue),
@@ -65,12 +64,25 @@ def row_of(kernel: dict[str, Any]) -> dict[str, Any]:
             "tflops": round(bound.tflops(machine, tile.rows, overlap=True), 1),
             "tflops_no_overlap": round(bound.tflops(machine, tile.rows, overlap=False), 1),
         }
-    row["model"]["lds_write_tile_bytes"] = code.loop.lds_write_bytes * machine.wave * tile.warps
     return row
 
 
-def _loop_depth(elements: float, tile: Tile) -> float:
-    return elements / tile.columns
+def has_matrix(code: Code) -> bool:
+    """Return whether there are matrix instructions, in the main loop or in code without one."""
+    return bool(code.loop.matrix if code.loop is not None else code.straight.matrix)
+
+
+def excess_in_lds(code: Code, tile: Tile, depth: int, wave: int) -> float:
+    """Return how many bytes of LDS a decode tile writes beyond its activations: in a step of the main loop, or at all.
+
+    Without a loop the result, which is turned around in LDS before it is stored, counts as expected too.
+    """
+    if code.loop is not None and code.loop.matrix:
+        written = code.loop.lds_write_bytes
+        expected = tile.rows * clock_model.elements_of(code.loop, tile) / tile.columns * 2
+    else:
+        written, expected = code.straight.lds_write_bytes, tile.rows * (depth * 2 + tile.columns * 4)
+    return written * wave * tile.warps - expected
 
 
 def violations(kernel: dict[str, Any]) -> list[str]:
@@ -98,14 +110,12 @@ def violations(kernel: dict[str, Any]) -> list[str]:
     if not clock_model.resident_workgroups(code, kernel["shared"], kernel["warps"], machine):
         found.append(f"{where}: no workgroup fits a compute unit ({code.vgprs} registers a lane)")
     if is_gemm(kernel):
-        if code.loop is None or not code.loop.matrix:
+        if not has_matrix(code):
             found.append(f"{where}: no matrix instruction in the main loop")
         elif kernel["tile"]["rows"] <= DECODE_ROWS and kernel["arch"].startswith("gfx9"):
-            tile = tile_of(kernel)
-            depth = _loop_depth(clock_model.elements_of(code.loop, tile), tile)
-            written = code.loop.lds_write_bytes * machine.wave * tile.warps
-            if written > tile.rows * depth * 2:
-                found.append(f"{where}: weights pass through LDS ({written:.0f} bytes written a step)")
+            excess = excess_in_lds(code, tile_of(kernel), kernel["tile"]["depth"], machine.wave)
+            if excess > 0:
+                found.append(f"{where}: weights pass through LDS ({excess:.0f} bytes beyond the activations)")
     return found
 
 

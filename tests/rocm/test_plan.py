@@ -61,7 +61,7 @@ def test_launches_and_partial_sums(arch, name):
         for rows in (16, 10**7):
             made = plan.make_plan(spec, table, tokens, rows)
             launches = plan.launches(spec, table, tokens, rows)
-            assert len(launches) == 2 + 4 * made.sizes.windows
+            assert len(launches) == (1 if made.sizes.chunks == 1 else 2) + 4 * made.sizes.windows
             assert made.slots <= made.sizes.slots, "the workspace has a record for every tile slot"
             for gemm, columns in ((made.gemm1, spec.hidden_size), (made.gemm2, spec.intermediate_size)):
                 assert gemm.splits * gemm.steps >= columns // 128

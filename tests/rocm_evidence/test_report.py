@@ -132,7 +132,7 @@ def test_emulated_results(path: Path) -> None:
     assert data["evidence"] == "emulated"
     assert {"date", "arch", "triton", "results"} <= set(data)
     kernels = {row["kernel"] for row in data["results"]}
-    assert kernels >= {"sort_pairs", "index_rows", "grouped_gemm_bricks", "activate", "combine"}
+    assert kernels >= {"count_pairs", "place_pairs", "grouped_gemm_bricks", "activate", "combine"}
     for row in data["results"]:
         assert row["passed"]
         assert row["error"] <= row["limit"]

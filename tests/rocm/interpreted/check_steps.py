@@ -32,7 +32,7 @@ def variant(spec, name):
 def align(spec, ids, weights, max_local_rows, tile_rows=16):
     """Run both alignment kernels and return their tables by name."""
     of = plan.sizes(spec, ids.shape[0], max_local_rows)
-    slots = plan.round_up(min(spec.num_local_experts, of.whole) + of.whole // tile_rows, plan.TILES_A_BLOCK)
+    slots = plan.tile_slots(spec, of.whole, tile_rows)
     kind = "i64" if ids.dtype == torch.int64 else "i32"
     table = {
         name: torch.full((region.nbytes // 4,), -7, dtype=torch.int32)
@@ -41,25 +41,32 @@ def align(spec, ids, weights, max_local_rows, tile_rows=16):
     }
     table["token_weights"] = torch.full((of.pairs,), float("nan"))
     table["tiles"] = torch.full((of.windows * slots * 4,), -7, dtype=torch.int32)
-    maps = [table[name] for name in ("pair_row", "row_token", "row_slot", "row_expert")]
+    counts, ranked = table["counts"].view(torch.int16), table["ranked"]
     first = spec.local_experts.start
-    sort = variant(spec, plan.variant_name("sort", ids=kind, many=of.pairs > plan.FEW_PAIRS))
-    interpret(sort, (spec.num_local_experts, 1), [ids, table["offsets"], *maps, of.pairs, first])
-    blocks = -(-of.tokens // plan.TOKENS_A_BLOCK)
-    scalars = [of.tokens, first, blocks, slots // plan.TILES_A_BLOCK, of.whole, of.divided, tile_rows]
-    tables = [table[n] for n in ("token_rows", "token_weights", "token_count", "tiles", "window_rows")]
-    grid = (blocks + of.windows * (slots // plan.TILES_A_BLOCK), 1)
-    interpret(variant(spec, f"index-{kind}"), grid, [ids, weights, table["offsets"], *maps, *tables, *scalars])
+    if of.chunks > 1:
+        count = variant(spec, plan.variant_name("count", ids=kind))
+        interpret(count, (of.chunks, 1), [ids, counts, ranked, of.tokens, first, of.blocks])
+    maps = [table[name] for name in ("total_rows", "row_token", "row_slot", "row_expert", "token_rows")]
+    tables = [table[name] for name in ("token_weights", "token_count", "tiles", "window_rows")]
+    scalars = [of.tokens, first, of.chunks, of.blocks, slots, of.whole, of.divided, tile_rows]
+    place = variant(spec, plan.place_name(of, kind))
+    grid = (of.chunks + of.windows * plan.TILE_PROGRAMS, 1)
+    interpret(place, grid, [ids, weights, counts, ranked, *maps, *tables, *scalars])
     return of, slots, table
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("tokens", "rows", "local"),
-    [(1, 999, range(12)), (9, 999, range(12)), (17, 16, range(12)), (17, 32, range(3, 8)), (40, 48, range(11, 12))],
-    ids=["one", "all-local", "windows", "a-rank", "one-expert"],
-)
-def test_rows_are_a_stable_sort_by_expert(tokens, rows, local, dtype):
+    [
+        (1, 999, range(12)), (9, 999, range(12)), (17, 16, range(12)), (17, 32, range(3, 8)), (40, 48, range(11, 12)),
+        (65, 10**6, range(12)), (64 * 6 + 1, 400, range(2, 9)),
+    ],
+    ids=["one", "all-local", "windows", "a-rank", "one-expert", "two-blocks", "chunks"],
+)  # fmt: skip
+def test_rows_are_a_stable_sort_by_expert(tokens, rows, local, dtype, monkeypatch):
+    monkeypatch.setattr(plan, "MOST_CHUNKS", 3)
+    plan.sizes.cache_clear()
     spec = small(local_experts=local)
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, 14, (tokens, 3), generator=generator).to(dtype)  # duplicates, -1 and ids beyond E too
@@ -72,7 +79,7 @@ def test_rows_are_a_stable_sort_by_expert(tokens, rows, local, dtype):
     pairs = here.flatten().nonzero().flatten()
     order = pairs[ids.flatten()[pairs].sort(stable=True).indices]
     total = len(order)
-    assert table["offsets"][-1] == total
+    assert table["total_rows"][0] == total
     assert torch.equal(table["row_token"][:total], (order // 3).int())
     assert torch.equal(table["row_slot"][:total], (order % 3).int())
     assert torch.equal(table["row_expert"][:total], ids.flatten()[order].int())
@@ -100,21 +107,6 @@ def test_rows_are_a_stable_sort_by_expert(tokens, rows, local, dtype):
                 assert table["row_expert"][row] == local.start + expert
                 covered.append(row)
     assert covered == list(range(total)), "tiles cover every row once, in order"
-
-
-def test_many_pairs_take_the_other_kernel():
-    spec = small(top_k=3)
-    tokens = plan.FEW_PAIRS // 3 + 2
-    ids = torch.randint(-1, 12, (tokens, 3), generator=torch.Generator().manual_seed(1)).int()
-    of = plan.sizes(spec, tokens, 10**6)
-    table = {name: torch.full((of.pairs,), -7, dtype=torch.int32) for name in ("p", "t", "s", "e")}
-    offsets = torch.zeros(13, dtype=torch.int32)
-    interpret(variant(spec, "sort-i32-many"), (12, 1), [ids, offsets, *table.values(), of.pairs, 0])
-    flat = ids.flatten()
-    order = (flat >= 0).nonzero().flatten()
-    order = order[flat[order].sort(stable=True).indices]
-    assert torch.equal(table["t"][: len(order)], (order // 3).int())
-    assert torch.equal(offsets[1:], torch.bincount(flat[flat >= 0], minlength=12).cumsum(0).int())
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "split"])
