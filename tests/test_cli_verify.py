@@ -17,6 +17,7 @@ from portamoe import bundle, registry, verdicts
 from portamoe.acceptance import checklist, pool
 from portamoe.acceptance.checklist import Subject, checks
 from portamoe.acceptance.pool import Pool
+from portamoe.acceptance.shares import Share
 from portamoe.activations import SiTU, SwiGLU
 from portamoe.cli import main, verify
 from portamoe.decision import Reason
@@ -85,6 +86,15 @@ def test_another_activation_fails_the_canary_and_the_shapes(subject):
     assert failed["canary spec"].startswith("canary: computed SwiGLU instead of SiTU")
     assert re.search(r"relative RMS .* > ", failed["shape typical"])
     assert "shape none_local" not in failed
+
+
+def test_the_timed_layer_is_compared_too(subject):
+    """Only its weights are so large that an offset of 32 bits wraps."""
+    for backend, wrong in ((faulty.Right(), False), (faulty.Computes(SwiGLU()), True)):
+        full = replace(subject(backend), quick=False)
+        found = list(checks(full, Share(("timing",))))
+        assert [c.status for c in found] == ["failed" if wrong else "passed"] * 4
+        assert not wrong or re.search(r"relative RMS .* > ", found[0].detail)
 
 
 def test_what_a_backend_refuses_is_not_run_and_says_why(subject):
