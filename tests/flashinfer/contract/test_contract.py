@@ -114,6 +114,13 @@ def test_the_rubin_kernel_takes_the_betas_from_the_version_on_that_the_table_say
     assert (status == "works") is has_situ
 
 
+def test_the_rubin_kernel_has_a_deterministic_finalize_from_the_version_on_that_the_table_says():
+    source = (ROOT / "fused_moe/cute_dsl/blockscaled_contiguous_grouped_gemm_finalize_fusion.py").read_text()
+    refused = "use_fused_finalize=False is not supported by the Rubin" in source
+    assert support().is_atomic_only("sm_107", VERSION) is refused
+    assert not support().is_atomic_only("sm_100", VERSION)
+
+
 def test_flashinfers_runner_refuses_what_the_table_calls_wrong_or_absent():
     source = (ROOT / "fused_moe" / "runners.py").read_text()
     assert "does not support SiTU on SM107" in source
