@@ -36,10 +36,7 @@ def skinny_gemv_kernel(
     acc = tl.zeros((MP, ROWS, THREADS), tl.float32)
     for start in range(0, K, BK):
         part = tl.load(w_at + start)
-        if M == MP:
-            values = tl.load(x_at + start)
-        else:
-            values = tl.load(x_at + start, mask=token_in, other=0.0)
+        values = tl.load(x_at + start) if M == MP else tl.load(x_at + start, mask=token_in, other=0.0)
         product = part.to(tl.float32) * values.to(tl.float32)
         acc += tl.sum(tl.reshape(product, (MP, ROWS, THREADS, 8)), 3)
     total = tl.sum(acc, 2)

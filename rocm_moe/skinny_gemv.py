@@ -178,7 +178,7 @@ def variant(m: int, warps: int, *, residual: bool) -> Variant:
     types = {"N": "i32", "K": "i32"} | dict.fromkeys(("x", "w", "y", "residual"), "*bf16")
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = ("x", "w", "y", "residual", "K")
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {(names.index(a),): [["tt.divisibility", 16]] for a in aligned}
     options = {"num_warps": warps, "num_stages": 1}
     return Variant("skinny_gemv", "gemm1", skinny_gemv_kernel, signature, constants, attrs, options)
 
@@ -248,7 +248,9 @@ class GemvProvider:
             return ()
         if why := triton_reason(device.host, LEAST_TRITON):
             return (f"linear: torch serves every projection; {why}",)
-        return (f"linear: {ARCH}: one-launch GEMV for 1 to {max(COMPILED)} rows where it saves 5 %: modelled, unmeasured",)
+        return (
+            f"linear: {ARCH}: one-launch GEMV for 1 to {max(COMPILED)} rows where it saves 5 %: modelled, unmeasured",
+        )
 
     def shapes(self, device: Device) -> tuple[tuple[int, int], ...]:  # noqa: ARG002 - the providers' common signature
         """Return Kimi-K3's projections: latent down and up, router, shared experts."""

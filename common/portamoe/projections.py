@@ -7,6 +7,7 @@ winner for is torch's.
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
@@ -17,10 +18,20 @@ from portamoe.linear_provider import MOST_ROWS, TORCH_ONLY, Kernel, LinearTable,
 ALIGNMENT = 16
 
 
+#: Set to "torch", it keeps every projection with torch.
+VARIABLE = "PORTAMOE_LINEAR"
+
+
 @functools.lru_cache(maxsize=4096)
 def resolve(n: int, k: int, device: torch.device) -> LinearTable:
-    """Return the table of a bf16 weight (N, K) on a device, the first provider's that has one; once per shape."""
-    if device.type != "cuda":
+    """Return the table of a bf16 weight (N, K) on a device, the first provider's that has one; once per shape.
+
+    Raises ValueError for a PORTAMOE_LINEAR other than "torch".
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in {"", "torch"}:
+        raise ValueError(f"{VARIABLE}={wanted!r}; 'torch' keeps projections with torch, unset the plan decides")
+    if wanted or device.type != "cuda":
         return TORCH_ONLY
     facts = detect().device(f"cuda:{torch.cuda.current_device() if device.index is None else device.index}")
     for provider in providers(facts):
