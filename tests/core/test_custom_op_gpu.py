@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from portamoe.activations import SiTU
+from portamoe.integrations.vllm.decision import decide, plain_torch
 from portamoe.integrations.vllm.rank import RankExperts, placement
 from portamoe.integrations.vllm.weights import PARAMETERS, take
 from portamoe.layer import RoutedExperts
@@ -93,6 +96,34 @@ def test_captured_and_replayed_with_other_routing(backend, tokens):
         assert torch.equal(y, layer(*fresh))
 
 
+@contextmanager
+def vllm_building():
+    """Set what vLLM sets while it builds a model, a default dtype and a device (here one that computes nothing)."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), plain_torch():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_plug_in_takes_a_kernel_of_ours_on_this_gpu():
+    """The canary runs while vLLM builds a model."""
+    parallel = SimpleNamespace(
+        dp_size=1, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=False, all2all_backend="none"
+    )
+    moe = SimpleNamespace(
+        num_experts=24, num_local_experts=12, experts_per_token=6, hidden_dim=256, intermediate_size_per_partition=192,
+        activation=SimpleNamespace(value="situ"), activation_situ_beta=4.0, activation_situ_linear_beta=25.0,
+        in_dtype=torch.bfloat16, device="cuda", moe_backend="auto", has_bias=False, is_lora_enabled=False,
+        max_num_tokens=64, max_capture_size=64, moe_parallel_config=parallel,
+    )  # fmt: skip
+    with vllm_building():
+        found = decide(moe)
+    print(f"\n{found}")  # noqa: T201
+    assert found.backend is not None or torch.cuda.get_device_capability() >= (10, 0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_on_memory_of_somebody_else_in_a_capture(backend):
     """What the vLLM plug-in runs: aliased first workspace, expert map, ids of other ranks, one more row of poison."""
@@ -106,7 +137,8 @@ def test_experts_on_memory_of_somebody_else_in_a_capture(backend):
     for ours, theirs in PARAMETERS.items():
         value = getattr(problem.weights, ours)[4:16].clone()
         module.register_parameter(theirs, torch.nn.Parameter(value, requires_grad=False))
-    rank = RankExperts(named(backend), take(module), SPEC, torch.device("cuda", 0), 40)
+    with vllm_building():
+        rank = RankExperts(named(backend), take(module), SPEC, torch.device("cuda", 0), 40)
     common = torch.full((40 * 256,), float("nan"), dtype=torch.bfloat16, device="cuda")
     workspace = torch.full((-(-rank.workspace_bytes(40) // 2),), float("nan"), dtype=torch.bfloat16, device="cuda")
     out = common.view(40, 256)
