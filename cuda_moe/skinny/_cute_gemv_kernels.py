@@ -12,8 +12,9 @@ from cutlass.cute import arch
 
 EVICT_FIRST = "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;"
 STREAM = "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};"
-#: x is read past L1: with programmatic launch this kernel may have begun before x was written.
-LOAD_X = "ld.global.cg.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+LOAD_X = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+#: Past L1: with programmatic launch this kernel may have begun before x was written.
+LOAD_NEW_X = "ld.global.cg.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
 
 
 def bits_to_float(word):
@@ -86,7 +87,10 @@ class GemvKernel:
         """This thread's words of every token in step i."""
         offset = i * self.p.threads * 16
         return [
-            arch.inline_ptx(LOAD_X, write_only_types=[Uint32] * 4, read_only_args=[token + offset]) for token in tokens
+            arch.inline_ptx(
+                LOAD_NEW_X if self.pdl else LOAD_X, write_only_types=[Uint32] * 4, read_only_args=[token + offset]
+            )
+            for token in tokens
         ]
 
     def multiply(self, acc, weights, activations):

@@ -46,6 +46,8 @@ class _Key:
     residual: bool
     pdl: bool
     parameters: Parameters
+    #: Does N divide by the rows of a tile? Without that, every row of a tile is asked whether it exists.
+    even: bool = True
 
 
 @functools.cache
@@ -99,8 +101,7 @@ def launch(
     stream = torch.cuda.current_stream(x.device).cuda_stream
     if pdl:
         _check_producer(stream)
-    bucket = m if variant == "cute_gemv" else token_tiles(m)
-    run = _compiled(_Key(variant, k, bucket, residual is not None, pdl, p), x.device.index)
+    run = _compiled(_key(variant, p, m, n, k, residual is not None, pdl), x.device.index)
     run(x, weight, residual, out, m, n, stream)
     return out
 
@@ -108,7 +109,7 @@ def launch(
 def warm_up(entries: Iterable[Mapping[str, Any]], device: torch.device | str = "cuda") -> None:
     """Compile and load the kernels of plan entries, so that launches in a capture find them.
 
-    entries: mappings with kernel, k, m, parameters and, where they are not False, residual and pdl; entries of other
+    entries: mappings with kernel, n, k, m, parameters and, where they are not False, residual and pdl; entries of other
              kernels are passed over
     device:  where they will run
     """
@@ -121,22 +122,35 @@ def warm_up(entries: Iterable[Mapping[str, Any]], device: torch.device | str = "
         if not variant.startswith("cute_"):
             continue
         p = parse(variant, dict(entry["parameters"]))
-        p.check(entry.get("n", 1), entry["k"], m)
-        bucket = m if variant == "cute_gemv" else token_tiles(m)
-        _compiled(_Key(variant, entry["k"], bucket, bool(entry.get("residual")), bool(entry.get("pdl")), p), index)
+        n, k = entry["n"], entry["k"]
+        p.check(n, k, m)
+        _compiled(_key(variant, p, m, n, k, bool(entry.get("residual")), bool(entry.get("pdl"))), index)
 
 
 def build(
-    variant: str, k: int, m: int, arch: str, *, residual: bool = False, pdl: bool = False, **parameters: Any
+    variant: str,
+    k: int,
+    m: int,
+    arch: str,
+    *,
+    n: int | None = None,
+    residual: bool = False,
+    pdl: bool = False,
+    **parameters: Any,
 ) -> Any:
     """Compile one kernel for an arch as CuteDSL names it ("sm_90a"); needs no GPU. Returns CuteDSL's compiled function.
 
     Its `__ptx__` and `__cubin__` hold the code where CUTE_DSL_KEEP_PTX and CUTE_DSL_KEEP_CUBIN are set.
     """
     p = parse(variant, parameters)
-    p.check(1, k, m)
-    bucket = m if variant == "cute_gemv" else token_tiles(m)
-    return _build(_Key(variant, k, bucket, residual, pdl, p), arch)
+    p.check(n or 1, k, m)
+    return _build(_key(variant, p, m, n or 0, k, residual, pdl), arch)
+
+
+def _key(variant: str, p: Parameters, m: int, n: int, k: int, residual: bool, pdl: bool) -> _Key:
+    if isinstance(p, GemvParameters):
+        return _Key(variant, k, m, residual, pdl, p)
+    return _Key(variant, k, token_tiles(m), residual, pdl, p, n % p.rows == 0)
 
 
 def _build(key: _Key, arch: str) -> Any:
@@ -150,7 +164,7 @@ def _build(key: _Key, arch: str) -> Any:
     options = {"residual": key.residual, "pdl": key.pdl}
     if isinstance(key.parameters, MmaParameters):
         device_code = import_module("cuda_moe.skinny._cute_mma_kernels")
-        kernel = device_code.MmaKernel(key.k, key.parameters, token_tiles=key.bucket, **options)
+        kernel = device_code.MmaKernel(key.k, key.parameters, token_tiles=key.bucket, even=key.even, **options)
     else:
         device_code = import_module("cuda_moe.skinny._cute_gemv_kernels")
         kernel = device_code.GemvKernel(key.k, key.parameters, m=key.bucket, **options)
@@ -189,10 +203,11 @@ def _compiled(key: _Key, device: int) -> Callable[..., None]:
             added = 0 if residual is None else residual.data_ptr()
             function(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), m, n, grid, stream_type(stream))
 
-        x, y = (torch.zeros(1, size, dtype=torch.bfloat16, device=f"cuda:{device}") for size in (key.k, 1))
-        m = key.bucket if isinstance(key.parameters, GemvParameters) else 1
-        x, y = x.expand(m, key.k).contiguous(), y.expand(m, 1).contiguous()
-        run(x, x, y if key.residual else None, y, m, 1, torch.cuda.current_stream().cuda_stream)
+        m, n = (key.bucket, 1) if isinstance(key.parameters, GemvParameters) else (1, key.parameters.rows)
+        x, weight, y = (
+            torch.zeros(a, b, dtype=torch.bfloat16, device="cuda") for a, b in ((m, key.k), (n, key.k), (m, n))
+        )
+        run(x, weight, y if key.residual else None, y, m, n, torch.cuda.current_stream().cuda_stream)
         torch.cuda.current_stream().synchronize()
     return run
 

@@ -87,5 +87,5 @@ def test_building_without_cutedsl_says_why(monkeypatch):
 
 def test_warm_up_passes_over_other_kernels_and_checks_the_rest():
     cute_launch.warm_up([{"kernel": "torch", "n": 1, "k": 1, "m": 1, "parameters": {}}], "cuda:0")
-    with pytest.raises(ValueError, match="chunk"):
+    with pytest.raises(ValueError, match="K=100"):
         cute_launch.warm_up([{"kernel": "cute_mma", "n": 64, "k": 100, "m": 1, "parameters": {}}], "cuda:0")

@@ -17,10 +17,10 @@ import time
 CASES = (
     {"variant": "cute_gemv", "k": 7168, "m": 1, "threads": 224, "outputs": 2},
     {"variant": "cute_gemv", "k": 3584, "m": 4, "threads": 64, "outputs": 2, "residual": True, "pdl": True},
-    {"variant": "cute_mma", "k": 7168, "m": 1, "pdl": True},
-    {"variant": "cute_mma", "k": 3584, "m": 16, "residual": True, "pdl": True},
-    {"variant": "cute_mma", "k": 1536, "m": 8, "rows": 8, "warps": 5, "staging": "cp_async"},  # 12 chunks, 5 warps
-    {"variant": "cute_mma", "k": 768, "m": 8, "rows": 32, "warps": 4, "chunk": 64, "stages": 3},
+    {"variant": "cute_mma", "k": 7168, "m": 1, "rows": 48, "split": 4, "warps": 7, "pdl": True},
+    {"variant": "cute_mma", "k": 3584, "m": 16, "split": 2, "rows": 32, "warps": 7, "residual": True, "pdl": True},
+    {"variant": "cute_mma", "k": 1536, "m": 8, "rows": 8, "warps": 6, "stages": 3, "n": 1004},  # 8 does not divide N
+    {"variant": "cute_mma", "k": 768, "m": 8, "rows": 64, "warps": 3, "chunk": 256, "stages": 1},
 )
 
 
@@ -35,21 +35,21 @@ def facts(case: dict, arch: str) -> dict:
     used = sass.resources(cubin)
     target = re.search(r"\.target\s+(\w+)", ptx)
     wait = ptx.find("griddepcontrol.wait")
-    weights = [ptx.find(text) for text in ("ld.global.nc.L1::no_allocate", "cp.async.bulk", "cp.async.cg")]
+    weights = [ptx.find(text) for text in ("ld.global.nc.L1::no_allocate", "cp.async.cg")]
     return {
         "target": target[1] if target else None,
         "elf": cubin[:4] == b"\x7fELF",
         "registers": used.registers,
         "spilled": used.stack + used.local,
         "stream": ptx.count("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32"),
-        "bulk": ptx.count("cp.async.bulk.shared::cluster.global"),
         "cp_async": ptx.count("cp.async.cg.shared.global"),
+        "far": ptx.count("st.shared::cluster.f32"),
         "mma": ptx.count("mma.sync.aligned.m16n8k16"),
         "fma": ptx.count("fma.rn.f32"),
         "wait": ptx.count("griddepcontrol.wait"),
         "launch_dependents": ptx.count("griddepcontrol.launch_dependents"),
         "weights_before_wait": 0 <= min(at for at in weights if at >= 0) < wait,
-        "x_after_wait": ptx.find("ld.global.cg.v4.b32") > wait,
+        "x_after_wait": ptx.find("ld.global.cg.v4.b32") > wait and "ld.global.v4" not in ptx,
         "entries": ptx.count(".entry"),
         "seconds": round(time.monotonic() - started, 1),
     }

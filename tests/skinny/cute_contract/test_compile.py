@@ -51,11 +51,13 @@ def test_every_variant_compiles_to_what_it_claims(arch):
             steps = case["k"] // (8 * case["threads"])
             assert facts["stream"] == steps * case["outputs"], told
             assert facts["fma"] == 8 * steps * case["outputs"] * case["m"], told
-            assert facts["mma"] == facts["bulk"] == facts["cp_async"] == 0, told
+            assert facts["mma"] == facts["cp_async"] == facts["far"] == 0, told
         else:
+            options = {"variant", "n", "k", "m", "residual", "pdl"}
+            p = parse("cute_mma", {name: value for name, value in case.items() if name not in options})
+            steps = p.turns(case["k"]) * p.chunk // 32
+            copies = (p.stages + p.turns(case["k"])) * p.rows * p.chunk // 256
             assert facts["stream"] == 0, told
-            p = parse("cute_mma", {n: v for n, v in case.items() if n not in {"variant", "k", "m", "residual", "pdl"}})
-            turns = -(-case["k"] // p.chunk // p.warps)
-            tokens = 1 if case["m"] <= 8 else 2
-            assert facts["mma"] == turns * p.chunk // 16 * p.row_tiles * tokens, told
-            assert (facts["cp_async"] > 0, facts["bulk"] > 0) == (p.staging == "cp_async", p.staging == "bulk"), told
+            assert facts["mma"] == 2 * steps * p.row_tiles * (1 if case["m"] <= 8 else 2), told
+            assert facts["cp_async"] == copies, told
+            assert (facts["far"] > 0) == (p.split > 1), told
