@@ -16,6 +16,8 @@ from portamoe.linear_provider import Timed
 
 #: Share of K that the last step may hold in vain.
 MOST_WASTE = 1.35
+#: Values of K that the smallest program takes in one step.
+LEAST_STEP = 256
 #: Rows of x above which the CUDA cores cannot keep up with the memory.
 GEMV_ROWS = 8
 
@@ -39,7 +41,7 @@ def candidates(n: int, k: int, m: int) -> list[Choice]:
 
 
 def _fits(tile: Parameters, n: int, k: int, m: int) -> bool:
-    if isinstance(tile, TritonTile) and math.ceil(k / tile.step) * tile.step > MOST_WASTE * k:
+    if isinstance(tile, TritonTile) and math.ceil(k / tile.step) * tile.step > max(MOST_WASTE * k, LEAST_STEP):
         return False
     try:
         tile.check(n, k, m)
