@@ -141,6 +141,17 @@ def test_quantised_activations_are_compared_with_the_quantised_reference(activat
     assert result(run(faulty.Computes(SiTU(beta=4.0)), spec)).startswith("computed SiTU without linear_beta instead")
 
 
+@pytest.mark.parametrize("row", [0, canary._CHUNK, 2 * canary._CHUNK + 5])
+def test_every_row_of_a_large_call_is_judged(row):
+    known = references(SPEC, CPU)
+    rows = torch.arange(2 * canary._CHUNK + 20) % canary.TOKENS
+    y = known.truth[rows].bfloat16()
+    judge(y, rows, known, "bf16_1")
+    y[row] = known.others["SwiGLU"][rows[row]].bfloat16()
+    with pytest.raises(CanaryFault, match=r"computed SwiGLU instead of SiTU in 1 of \d+ rows"):
+        judge(y, rows, known, "bf16_1")
+
+
 def test_a_wrong_scale_or_slice_is_no_activation():
     assert result(run(faulty.MixesScales())).startswith(
         "computed something else instead of SiTU(beta=4.0, linear_beta=25.0): relative RMS"
@@ -333,6 +344,41 @@ def test_only_what_is_not_covered_yet_is_run(announce):
     assert set(backend.calls) == {5, 8, 9}
     choose(max_tokens=5)
     assert set(backend.calls) == {5, 8, 9}
+
+
+def test_a_tactic_that_comes_later_is_run_although_its_number_of_tokens_was(announce):
+    """An autotuner of a later version, or a larger max_tokens, may bring a tactic: tokens alone do not cover it."""
+    backend = faulty.Tactics(SwiGLU())
+    announce(backend, faulty.Right())
+    backend.tactics = lambda spec, max_tokens: ("one_cta",)
+    assert choose().backend is backend
+    backend.tactics = lambda spec, max_tokens: ("one_cta", "two_cta")
+    assert choose().backend.name == "right"
+    assert "with tactic two_cta" in str(decision("faulty").reasons[0])
+
+
+def test_force_keeps_what_larger_calls_have_shown(announce):
+    """`verify` forces few tokens for an activation while another process covers many: neither may void the other."""
+    backend = faulty.Right()
+    announce(backend)
+    choose(max_tokens=9)
+    another_process()
+    choose(max_tokens=2, canary="force")
+    backend.calls.clear()
+    another_process()
+    choose(max_tokens=9)
+    assert backend.calls == []
+
+
+def test_a_forced_failure_voids_what_was_covered(announce):
+    backend = faulty.Computes(SITU)
+    announce(backend, faulty.Right())
+    assert choose(max_tokens=9).backend is backend
+    another_process()
+    backend.activation = SwiGLU()
+    assert choose(max_tokens=2, canary="force").backend.name == "right"
+    another_process()
+    assert choose(max_tokens=9).backend.name == "right"
 
 
 def test_an_automatic_choice_moves_on_and_says_so_once(announce, caplog):

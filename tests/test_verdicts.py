@@ -68,8 +68,16 @@ ANOTHER_KEY = {
 
 @pytest.mark.parametrize("what", ANOTHER_KEY)
 def test_another_key_for_another(what):
-    assert ANOTHER_KEY[what]() != key()
+    """In the text, by which this process remembers, and in the file's name."""
+    assert ANOTHER_KEY[what]().text != key().text
     assert ANOTHER_KEY[what]().file != key().file
+
+
+def test_the_backends_own_files_are_part_of_the_key(monkeypatch):
+    before = key()
+    monkeypatch.setattr(verdicts, "_fingerprint", lambda _: "edited")
+    assert key().text != before.text
+    assert key().file != before.file
 
 
 def test_what_no_kernel_depends_on_is_in_no_key():
