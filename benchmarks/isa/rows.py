@@ -10,6 +10,8 @@ from rocm_moe.isa import Code
 
 #: One workgroup may take this much LDS on every target here (gfx950 has more, the product does not use it).
 LDS_LIMIT = 65536
+#: K of which one word holds the scales.
+SCALE_WORD_DEPTH = 128
 #: Decode tiles hold at most 16 rows, prefill tiles at least 64.
 DECODE_ROWS, PREFILL_ROWS = 16, 64
 #: (arch, Triton up to this minor version) -> share of the HBM peak with full and with no overlap, whole kernel.
@@ -73,15 +75,18 @@ def has_matrix(code: Code) -> bool:
 
 
 def excess_in_lds(code: Code, tile: Tile, depth: int, wave: int) -> float:
-    """Return how many bytes of LDS a decode tile writes beyond its activations: in a step of the main loop, or at all.
+    """Return how many bytes of LDS a decode tile writes beyond activations and scales: in a loop step, or at all.
 
-    Without a loop the result, which is turned around in LDS before it is stored, counts as expected too.
+    A row's four scales of 128 K are a word, which a tile with as many rows as lanes spreads through LDS. Without a
+    loop the result, which is turned around in LDS before it is stored, counts as expected too.
     """
     if code.loop is not None and code.loop.matrix:
         written = code.loop.lds_write_bytes
-        expected = tile.rows * clock_model.elements_of(code.loop, tile) / tile.columns * 2
+        step = clock_model.elements_of(code.loop, tile) / tile.columns
+        expected = tile.rows * step * 2 + tile.columns * step / SCALE_WORD_DEPTH * 4
     else:
-        written, expected = code.straight.lds_write_bytes, tile.rows * (depth * 2 + tile.columns * 4)
+        written = code.straight.lds_write_bytes
+        expected = tile.rows * (depth * 2 + tile.columns * 4) + tile.columns * depth / SCALE_WORD_DEPTH * 4
     return written * wave * tile.warps - expected
 
 
@@ -115,7 +120,7 @@ def violations(kernel: dict[str, Any]) -> list[str]:
         elif kernel["tile"]["rows"] <= DECODE_ROWS and kernel["arch"].startswith("gfx9"):
             excess = excess_in_lds(code, tile_of(kernel), kernel["tile"]["depth"], machine.wave)
             if excess > 0:
-                found.append(f"{where}: weights pass through LDS ({excess:.0f} bytes beyond the activations)")
+                found.append(f"{where}: weights pass through LDS ({excess:.0f} bytes beyond activations and scales)")
     return found
 
 
