@@ -137,3 +137,9 @@ def test_the_switch_keeps_vllm_unasked(monkeypatch):
     monkeypatch.setenv("PORTAMOE_VLLM", "0")
     monkeypatch.setitem(sys.modules, "portamoe.integrations.vllm.config", None)
     plugin.register()  # would warn
+
+
+def test_a_switch_that_means_nothing_is_an_error(monkeypatch):
+    monkeypatch.setenv("PORTAMOE_VLLM", "off")
+    with pytest.raises(ValueError, match="PORTAMOE_VLLM=off means nothing; 0 leaves portamoe out"):
+        plugin.register()

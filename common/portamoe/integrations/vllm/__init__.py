@@ -19,9 +19,15 @@ _LOG = logging.getLogger(LOGGER)
 def register() -> None:
     """Make vLLM ask portamoe first for MXFP4 experts; repeated calls change nothing.
 
-    A vLLM without the classes that are needed keeps its own, with a warning that says what is missing.
+    A vLLM without the classes that are needed keeps its own, with a warning that says what is missing. Raises ValueError
+    for a value of $PORTAMOE_VLLM that means nothing.
     """
-    if os.environ.get(VARIABLE) == "0":
+    value = os.environ.get(VARIABLE, "")
+    if value not in {"", "0", "1"}:
+        raise ValueError(
+            f"{VARIABLE}={value} means nothing; 0 leaves portamoe out, 1 prefers it everywhere, unset decides"
+        )
+    if value == "0":
         _LOG.info("portamoe is installed and left out: %s=0", VARIABLE)
         return
     try:
