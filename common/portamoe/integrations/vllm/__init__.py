@@ -19,8 +19,8 @@ _LOG = logging.getLogger(LOGGER)
 def register() -> None:
     """Make vLLM ask portamoe first for MXFP4 experts; repeated calls change nothing.
 
-    A vLLM without the classes that are needed keeps its own, with a warning that says what is missing. Raises ValueError
-    for a value of $PORTAMOE_VLLM that means nothing.
+    A vLLM without the classes that are needed keeps its own, with a warning that says what is missing.
+    Raises ValueError for a value of $PORTAMOE_VLLM that means nothing.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in {"", "0", "1"}:
