@@ -25,11 +25,19 @@ Kernel = Callable[..., Any]
 class LinearTable:
     """What serves one weight shape on one device: kernels[M - 1] for M rows, None where torch does.
 
-    names:  for the reader: name of each kernel, "torch" where there is none
+    names:      for the reader: name of each kernel, "torch" where there is none
+    dependent:  the same as kernels for launches with pdl=True; empty: kernels
     """
 
     kernels: tuple[Kernel | None, ...]
     names: tuple[str, ...]
+    dependent: tuple[Kernel | None, ...] = ()
+
+    def kernel(self, m: int, *, pdl: bool = False) -> Kernel | None:
+        """Return what serves m rows, None for torch."""
+        if not 1 <= m <= len(self.kernels):
+            return None
+        return (self.dependent or self.kernels)[m - 1] if pdl else self.kernels[m - 1]
 
 
 @dataclass(frozen=True)
@@ -43,13 +51,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Timed:
-    """Time of a candidate for (M, N, K) under graph replay, its result having been right."""
+    """Time of a candidate for (M, N, K) under graph replay, its result having been right.
+
+    pdl:       launched dependent, in a row of such launches
+    torch_us:  time of torch in that run where it is another than that of the rest
+    """
 
     n: int
     k: int
     m: int
     choice: Any
     us: float
+    pdl: bool = False
+    torch_us: float | None = None
 
 
 class LinearProvider(Protocol):

@@ -12,7 +12,7 @@ import os
 import torch
 
 from portamoe.detection import detect
-from portamoe.linear_provider import MOST_ROWS, TORCH_ONLY, Kernel, LinearTable, providers
+from portamoe.linear_provider import TORCH_ONLY, LinearTable, providers
 
 #: Bytes to which a provider's kernels want x, weight, residual and out aligned.
 ALIGNMENT = 16
@@ -53,12 +53,12 @@ class LinearPlan:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (N, K)")
         self.weight = weight
         table = resolve(*weight.shape, weight.device) if _eligible(weight) else TORCH_ONLY
-        self._kernels = table.kernels
+        self._table = table
         self.names = table.names
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, pdl: bool = False) -> torch.Tensor:
         """Return y (..., N) in the dtype of x; arguments and errors as those of `linear`."""
-        return _apply(x, self.weight, residual, self._kernels, pdl)
+        return _apply(x, self.weight, residual, self._table, pdl)
 
 
 def linear(
@@ -75,8 +75,8 @@ def linear(
     Returns y (..., N) in the dtype of x. More than 16 rows, other dtypes, tensors that need gradients and shapes
     without a winner go to torch. Raises ValueError for shapes that do not fit and TypeError for mixed dtypes.
     """
-    kernels = resolve(*weight.shape, weight.device).kernels if _eligible(weight) else TORCH_ONLY.kernels
-    return _apply(x, weight, residual, kernels, pdl)
+    table = resolve(*weight.shape, weight.device) if _eligible(weight) else TORCH_ONLY
+    return _apply(x, weight, residual, table, pdl)
 
 
 def _eligible(weight: torch.Tensor) -> bool:
@@ -93,14 +93,14 @@ def _apply(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None,
-    kernels: tuple[Kernel | None, ...],
+    table: LinearTable,
     pdl: bool,
 ) -> torch.Tensor:
     _check(x, weight, residual)
     n, k = weight.shape
     shape = (*x.shape[:-1], n)
     rows = x.numel() // k if k else 0
-    kernel = kernels[rows - 1] if 1 <= rows <= MOST_ROWS else None
+    kernel = table.kernel(rows, pdl=pdl)
     if kernel is None or (torch.is_grad_enabled() and _needs_grad(x, weight, residual)):
         return _torch(x, weight, residual, shape)
     x = _plain(x.reshape(rows, k))

@@ -131,6 +131,8 @@ def bind(tile: TritonTile, n: int, k: int, m: int, device: torch.device) -> Call
     major, minor = torch.cuda.get_device_capability(index)
     device, capability, grid = torch.device("cuda", index), 10 * major + minor, tile.grid(n)
 
+    runs: dict[tuple[bool, bool], Launcher] = {}
+
     def call(
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -139,7 +141,10 @@ def bind(tile: TritonTile, n: int, k: int, m: int, device: torch.device) -> Call
         *,
         pdl: bool = False,
     ) -> None:
-        run = _launcher(tile, variant(tile, n, k, m, residual is not None, pdl), index, capability)
+        run = runs.get((residual is None, pdl))
+        if run is None:
+            run = _launcher(tile, variant(tile, n, k, m, residual is not None, pdl), index, capability)
+            runs[residual is None, pdl] = run
         added = out if residual is None else residual
         pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), added.data_ptr())
         if isinstance(tile, TritonGemv):

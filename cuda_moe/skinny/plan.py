@@ -38,24 +38,31 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Choice:
-    """One kernel with its parameters; `us` is its time as measured, None where only the winner is published."""
+    """One kernel with its parameters.
+
+    us:        its time as measured, None where only the winner is published
+    torch_us:  time of torch.mm in that run where it is not the entry's own
+    """
 
     kernel: str
     parameters: Parameters
     us: float | None = None
+    torch_us: float | None = None
 
 
 @dataclass(frozen=True)
 class Entry:
     """What serves `first` to `last` rows of x: the first of `choices` that can run here.
 
-    torch_us:  time of torch.mm in the same run
+    torch_us:   time of torch.mm in the same run
+    dependent:  the same for programmatic dependent launches, timed in a row of them; `choices` where it is empty
     """
 
     first: int
     last: int
     choices: tuple[Choice, ...]
     torch_us: float | None = None
+    dependent: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,18 @@ class Plan:
         """Return what serves (M, N, K), None if torch does."""
         return next((e for e in self.entries.get((n, k), ()) if e.first <= m <= e.last), None)
 
-    def resolve(self, n: int, k: int, usable: Callable[[str], bool]) -> tuple[Choice | None, ...]:
+    def resolve(
+        self, n: int, k: int, usable: Callable[[str], bool], *, dependent: bool = False
+    ) -> tuple[Choice | None, ...]:
         """Return the kernel for each M from 1 to 16, None for torch.
 
-        usable:  whether the kernel of that name can run here
+        usable:     whether the kernel of that name can run here
+        dependent:  for programmatic dependent launches
         """
         table: list[Choice | None] = []
         for m in range(1, MOST_ROWS + 1):
             entry = self.entry(n, k, m)
-            choices = entry.choices if entry else ()
+            choices = (*(entry.dependent if dependent else ()), *entry.choices) if entry else ()
             table.append(next((c for c in choices if usable(c.kernel)), None))
         return tuple(table)
 
@@ -156,24 +166,30 @@ def _entries(projection: Mapping[str, Any], shape: tuple[int, int], origin: str,
     found: list[Entry] = []
     for data in projection["entries"]:
         first, last = (int(m) for m in data["tokens"])
-        choices = tuple(_choice(choice) for choice in data["choices"])
+        choices, dependent = (tuple(_choice(c) for c in data.get(key, ())) for key in ("choices", "dependent"))
         where = f"{path}: {shape[0]}x{shape[1]} for {first} to {last} rows"
         if not 1 <= first <= last <= MOST_ROWS or (found and first <= found[-1].last):
             raise PlanError(f"{where}: rows ascend from 1 to {MOST_ROWS} without overlap")
-        if not choices:
+        if not choices and not dependent:
             raise PlanError(f"{where}: no choice; leave the entry out, so that torch serves it")
         torch_us = data.get("torch_us")
-        for choice in choices:
+        for choice in (*choices, *dependent):
             for m in {first, last}:
                 choice.parameters.check(*shape, m)
-            if origin == "measured" and (choice.us is None or torch_us is None or choice.us * LEAST_GAIN > torch_us):
+            if origin == "measured" and not _gains(choice, torch_us):
                 raise PlanError(f"{where}: {choice.kernel} must beat torch by {LEAST_GAIN - 1:.0%} to be listed")
-        found.append(Entry(first, last, choices, torch_us))
+        found.append(Entry(first, last, choices, torch_us, dependent))
     return tuple(found)
 
 
 def _choice(data: Mapping[str, Any]) -> Choice:
-    return Choice(data["kernel"], parse(data["kernel"], dict(data["parameters"])), data.get("us"))
+    parameters = parse(data["kernel"], dict(data["parameters"]))
+    return Choice(data["kernel"], parameters, data.get("us"), data.get("torch_us"))
+
+
+def _gains(choice: Choice, torch_us: float | None) -> bool:
+    torch_us = choice.torch_us or torch_us
+    return choice.us is not None and torch_us is not None and choice.us * LEAST_GAIN <= torch_us
 
 
 def parse(kernel: str, values: dict[str, Any]) -> Parameters:

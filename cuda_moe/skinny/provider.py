@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_moe.skinny import registry
 from cuda_moe.skinny.plan import KERNELS, PlanError, arch_name, load_plan
-from portamoe.linear_provider import Candidate
+from portamoe.linear_provider import Candidate, LinearTable
 
 if TYPE_CHECKING:
+    from cuda_moe.skinny.plan import Choice
     from portamoe.device import Device
-    from portamoe.linear_provider import Kernel, LinearTable, Timed
+    from portamoe.linear_provider import Kernel, Timed
 
 
 class SkinnyProvider:
@@ -26,17 +27,20 @@ class SkinnyProvider:
         """
         import torch
 
-        from portamoe.linear_provider import LinearTable
-
         plan = load_plan(device.capability) if device.capability else None
         if plan is None or (n, k) not in plan.entries:
             return None
-        choices = plan.resolve(n, k, lambda kernel: registry.reason(kernel, device) is None)
-        kernels: list[Kernel | None] = []
         at = torch.device(device.torch_name)
-        for m, choice in enumerate(choices, start=1):
-            kernels.append(registry.bind(choice, n, k, m, at) if choice else None)
-        return LinearTable(tuple(kernels), tuple(choice.kernel if choice else "torch" for choice in choices))
+
+        def usable(kernel: str) -> bool:
+            return registry.reason(kernel, device) is None
+
+        def bound(choices: tuple[Choice | None, ...]) -> tuple[Kernel | None, ...]:
+            return tuple(registry.bind(c, n, k, m, at) if c else None for m, c in enumerate(choices, start=1))
+
+        choices = plan.resolve(n, k, usable)
+        names = tuple(choice.kernel if choice else "torch" for choice in choices)
+        return LinearTable(bound(choices), names, bound(plan.resolve(n, k, usable, dependent=True)))
 
     def lines(self, device: Device) -> tuple[str, ...]:
         """Return whose winners serve `device`, and which kernels cannot run there and why."""

@@ -70,23 +70,28 @@ def document(
         entries = []
         previous = 0
         for m in sorted(rows for n2, k2, rows in torch_us if (n2, k2) == (n, k)):
-            limit = round(torch_us[n, k, m], 2)
-            best: dict[str, Timed] = {}
-            for t in sorted(by_key.get((n, k, m), ()), key=lambda t: t.us):
-                best.setdefault(t.choice.kernel.partition("_")[0], t)
-            kept = [t for t in best.values() if round(t.us, 2) * LEAST_GAIN <= limit]
-            if kept:
-                entries.append(_entry(previous + 1, m, kept, torch_us[n, k, m]))
+            times = by_key.get((n, k, m), [])
+            plain, dependent = (_best([t for t in times if t.pdl is pdl], torch_us[n, k, m]) for pdl in (False, True))
+            if plain or dependent:
+                entry = {"tokens": [previous + 1, m], "torch_us": round(torch_us[n, k, m], 2), "choices": plain}
+                entries.append(entry | ({"dependent": dependent} if dependent else {}))
             previous = m
         projections.append({"n": n, "k": k, "entries": entries})
     return {"schema": SCHEMA, "arch": arch, "origin": "measured", **about, "projections": projections}
 
 
-def _entry(first: int, last: int, kept: list[Timed], torch_us: float) -> dict[str, Any]:
-    choices = [
-        {"kernel": t.choice.kernel, "parameters": asdict(t.choice.parameters), "us": round(t.us, 2)} for t in kept
-    ]
-    return {"tokens": [first, last], "torch_us": round(torch_us, 2), "choices": choices}
+def _best(times: list[Timed], torch_us: float) -> list[dict[str, Any]]:
+    """Return the fastest of each implementation that gains enough, by its gain over torch in its own run."""
+    best: dict[str, Timed] = {}
+    for t in sorted(times, key=lambda t: t.us / (t.torch_us or torch_us)):
+        best.setdefault(t.choice.kernel.partition("_")[0], t)
+    found = []
+    for t in best.values():
+        own = {"torch_us": round(t.torch_us, 2)} if t.torch_us else {}
+        if round(t.us, 2) * LEAST_GAIN <= round(t.torch_us or torch_us, 2):
+            parameters = asdict(t.choice.parameters)
+            found.append({"kernel": t.choice.kernel, "parameters": parameters, "us": round(t.us, 2), **own})
+    return found
 
 
 def to_json(plan: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from portamoe.projections import LinearPlan, resolve  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 TOLERANCE = 2e-3
+#: cuBLAS may round the parts of a split K to bf16 before it adds them.
+TORCH_TOLERANCE = 4e-3
 #: A tile of each kernel that takes the shapes below; the split one counts arrivals.
 TILES = (
     TritonGemv(2, 4, 1),
@@ -74,8 +76,9 @@ def test_planned_shapes_for_1_to_16_rows():
         layer = LinearPlan(w)
         for m in range(1, 17):
             x, _, residual = problem(1, k, m)[0], None, problem(n, 64, m)[2]
+            tolerance = TORCH_TOLERANCE if layer.names[m - 1] == "torch" else TOLERANCE
             for added in (None, residual):
-                assert rms(layer(x, added), x, w, added) <= TOLERANCE, (n, k, m)
+                assert rms(layer(x, added), x, w, added) <= tolerance, (n, k, m, layer.names[m - 1])
 
 
 def test_what_is_not_a_plain_tensor_is_handled():
@@ -86,11 +89,11 @@ def test_what_is_not_a_plain_tensor_is_handled():
     odd = torch.randn(4 * k + 1, device="cuda").bfloat16()[1:].view(4, k)  # not aligned
     assert rms(portamoe.linear(odd, w), odd, w) <= TOLERANCE
     y = portamoe.linear(x.view(2, 2, k), w, residual.view(2, 2, n))
-    assert rms(y.view(4, n), x, w, residual) <= TOLERANCE
+    assert rms(y.view(4, n), x, w, residual) <= TORCH_TOLERANCE
     many, _, _ = problem(1, k, 40)
-    assert rms(portamoe.linear(many, w), many, w) <= TOLERANCE
+    assert rms(portamoe.linear(many, w), many, w) <= TORCH_TOLERANCE
     columns = w.t().contiguous().t()
-    assert rms(portamoe.linear(x, columns), x, w) <= TOLERANCE
+    assert rms(portamoe.linear(x, columns), x, w) <= TORCH_TOLERANCE
 
 
 def test_a_capture_replays_with_new_inputs_and_programmatic_launches():
@@ -135,4 +138,4 @@ def test_the_first_split_product_of_a_weight_cannot_be_captured():
 
 def test_a_shape_is_resolved_once():
     w = torch.zeros(1536, 7168, dtype=torch.bfloat16, device="cuda")
-    assert LinearPlan(w)._kernels is resolve(1536, 7168, w.device).kernels
+    assert LinearPlan(w)._table is resolve(1536, 7168, w.device)

@@ -63,7 +63,8 @@ def test_measured_entries_beat_torch_by_the_least_gain():
     assert plan.about["device"] == "NVIDIA H200"
     for entries in plan.entries.values():
         for entry in entries:
-            assert all(choice.us * LEAST_GAIN <= entry.torch_us for choice in entry.choices)
+            for choice in (*entry.choices, *entry.dependent):
+                assert choice.us * LEAST_GAIN <= (choice.torch_us or entry.torch_us)
 
 
 def test_rubin_inherits_the_winners_of_sm103_and_says_so():
@@ -91,6 +92,17 @@ def test_resolve_takes_the_first_choice_that_can_run_and_torch_where_there_is_no
     assert triton[1].parameters == TritonGemv(rows=2)
     assert plan.resolve(1536, 7168, lambda kernel: False) == (None,) * 16
     assert plan.resolve(1537, 7168, lambda kernel: True) == (None,) * 16
+
+
+def test_dependent_launches_may_have_a_kernel_of_their_own(tmp_path):
+    own = {"kernel": "cute_gemv", "parameters": {"threads": 224}, "us": 11.0, "torch_us": 13.0}
+    plan = read_plan(write(tmp_path, minimal(entry={"dependent": [own]})))
+    assert plan.resolve(1536, 7168, lambda kernel: True)[0].kernel == "triton_gemv"
+    assert plan.resolve(1536, 7168, lambda kernel: True, dependent=True)[0].kernel == "cute_gemv"
+    without = plan.resolve(1536, 7168, lambda kernel: kernel.startswith("triton"), dependent=True)
+    assert without[0].kernel == "triton_gemv"
+    with pytest.raises(PlanError, match="must beat torch"):  # by its own run's torch_us
+        read_plan(write(tmp_path, minimal(entry={"dependent": [own | {"torch_us": 11.1}]})))
 
 
 def test_a_tuned_folder_goes_before_the_packaged_plan(tmp_path):

@@ -123,7 +123,7 @@ def _rows(
                     took, error = _try(candidate, sets, truth, row)
                     if error <= TOLERANCE:
                         timed.append(Timed(n, k, m, candidate.choice, took))
-            kernel = table.kernels[m - 1] if table else None
+            kernel = table.kernel(m) if table else None
             if table and kernel:
                 took, error = time_product(kernel, sets, truth, TABLE_MS)
                 row |= {"plan": table.names[m - 1], "us": round(took, 2), "rms": float(f"{error:.3g}")}
