@@ -80,7 +80,7 @@ def seed_expert_s(tokens: int, seed: SeedModel) -> float:
 
 
 def new_expert_s(tokens: int, report: dict[str, Any], machine: Machine, hits: float) -> float:
-    """Return the modelled seconds of triton_unfused's six launches in one layer."""
+    """Return the modelled seconds of triton_unfused's launches in one layer."""
     table = load_table("gfx90a", {})
     launches = launches_of(SPEC, "EP8", tokens, report["kernels"], table, machine, hits)
     if launches is None:

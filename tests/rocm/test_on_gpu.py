@@ -146,7 +146,7 @@ def test_hooks_see_every_row_and_may_change_it(layer):
 @pytest.mark.parametrize(("experts", "top_k"), [(1024, 16), (8, 8)], ids=["1024-experts", "8-experts"])
 def test_2_to_the_20_pairs(experts, top_k):
     activation = SiTU(4.0, 25.0)
-    spec = MoESpec(hidden_size=64, intermediate_size=32, num_experts=experts, top_k=top_k, activation=activation)
+    spec = MoESpec(hidden_size=256, intermediate_size=64, num_experts=experts, top_k=top_k, activation=activation)
     problem = make_problem(spec, 2**20 // top_k, device="cuda")
     assert_close(call(problem), problem.reference(), roundings=BACKEND.roundings)
 

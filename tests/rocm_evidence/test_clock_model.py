@@ -60,7 +60,9 @@ def test_whole_kernel_counts_prologue_and_epilogue_once() -> None:
     assert whole.issue == 4 * (200 + 10 * (77 + 8))
     peeled = replace(code, straight=counts(200, 8))
     assert clock_model.whole(peeled, TILE, GFX90A, 128 * 10).issue == 4 * (200 + 8 + 9 * (77 + 8))
-    with pytest.raises(ValueError, match="no main loop"):
+    unrolled = clock_model.whole(replace(peeled, loop=None), TILE, GFX90A, 128)
+    assert (unrolled.issue, unrolled.elements) == (4 * (200 + 8), 128 * TILE.columns)
+    with pytest.raises(ValueError, match="no matrix instructions"):
         clock_model.whole(replace(code, loop=None), TILE, GFX90A, 128)
 
 
