@@ -5,9 +5,11 @@ CuteDSL is optional and imported by the first launch or `warm_up`, never by impo
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -188,7 +190,7 @@ def _compiled(key: _Key, device: int) -> Callable[..., None]:
         raise CuteUnavailable(Reason("device", properties.name, "an NVIDIA GPU of compute capability >= 9.0"))
     with torch.cuda.device(device):
         function = _build(key, f"sm_{properties.major}{properties.minor}a").to()
-        stream_type = import_module("cuda.bindings.driver").CUstream
+        call = _Call(function, import_module("cuda.bindings.driver").CUstream)
 
         def run(
             x: torch.Tensor,
@@ -201,7 +203,7 @@ def _compiled(key: _Key, device: int) -> Callable[..., None]:
         ) -> None:
             grid = key.parameters.grid(n, properties.multi_processor_count)
             added = 0 if residual is None else residual.data_ptr()
-            function(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), m, n, grid, stream_type(stream))
+            call(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), m, n, grid, stream)
 
         m, n = (key.bucket, 1) if isinstance(key.parameters, GemvParameters) else (1, key.parameters.rows)
         x, weight, y = (
@@ -210,6 +212,33 @@ def _compiled(key: _Key, device: int) -> Callable[..., None]:
         run(x, weight, y if key.residual else None, y, m, n, torch.cuda.current_stream().cuda_stream)
         torch.cuda.current_stream().synchronize()
     return run
+
+
+class _Call:
+    """A loaded kernel's host function, called with four addresses, three sizes and a stream.
+
+    CuteDSL converts Python arguments anew in each call, which takes longer (about 90 µs) than the kernels. The host
+    function itself wants pointers to C values; those are made once a thread here and filled in each call.
+    """
+
+    SIGNATURE = (*[ctypes.c_int64] * 4, *[ctypes.c_int32] * 3, ctypes.c_void_p)
+
+    def __init__(self, function: Any, stream_type: Any) -> None:
+        self._function, self._stream_type = function, stream_type
+        self._threads = threading.local()
+
+    def __call__(self, *arguments: int) -> None:
+        """Launch; raises what CuteDSL raises for a launch that CUDA refuses."""
+        values = getattr(self._threads, "values", None)
+        if values is None:
+            values = self._threads.values = [kind() for kind in self.SIGNATURE]
+            self._threads.pointers = [ctypes.c_void_p(ctypes.addressof(value)) for value in values]
+            # Once by CuteDSL's own way: a version that wants other arguments says so here.
+            self._function(*arguments[:-1], self._stream_type(arguments[-1]))
+            return
+        for value, argument in zip(values, arguments, strict=True):
+            value.value = argument
+        self._function.run_compiled_program(self._threads.pointers)
 
 
 def _check(
