@@ -55,7 +55,7 @@ def test_json_is_one_object_and_nothing_else(run):
     code, out, err = run("probe", "--json", "--root", MI355X)
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert list(report) == ["schema", "host", "devices", "toolchain", "backends", "selected", "note"]
+    assert list(report) == ["schema", "host", "devices", "toolchain", "backends", "selected", "note", "projections"]
     assert report["selected"] == "aiter"
 
 
