@@ -27,7 +27,8 @@ def round_to_bf16(x, DECODE: tl.constexpr, ANY_NAN: tl.constexpr = False):
     ANY_NAN: x may hold NaNs with set bits below the highest 16, which arithmetic on bf16 numbers never makes; the
     carry of rounding could run through those into the sign.
     """
-    if DECODE == "convert" or DECODE == "fragments" or (ANY_NAN and DECODE != "interpret"):
+    # Triton 3.3 takes two operands of `or` at a time.
+    if (DECODE == "convert" or DECODE == "fragments") or (ANY_NAN and DECODE != "interpret"):
         return x.to(tl.bfloat16)
     else:
         bits = x.to(tl.int32, bitcast=True)
