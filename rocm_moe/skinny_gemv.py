@@ -174,13 +174,14 @@ def variant(m: int, warps: int, *, residual: bool) -> Variant:
     from rocm_moe.variants import Variant
 
     constants = {"M": m, "MP": padded(m), "ROWS": ROWS, "THREADS": warps * WAVE, "RESIDUAL": residual}
-    names = list(skinny_gemv_kernel.arg_names)
+    kernel: Any = skinny_gemv_kernel
+    names = list(kernel.arg_names)
     types = {"N": "i32", "K": "i32"} | dict.fromkeys(("x", "w", "y", "residual"), "*bf16")
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = ("x", "w", "y", "residual", "K")
     attrs: dict[tuple[int, ...], list[list[Any]]] = {(names.index(a),): [["tt.divisibility", 16]] for a in aligned}
     options = {"num_warps": warps, "num_stages": 1}
-    return Variant("skinny_gemv", "gemm1", skinny_gemv_kernel, signature, constants, attrs, options)
+    return Variant("skinny_gemv", "gemm1", kernel, signature, constants, attrs, options)
 
 
 @functools.lru_cache(maxsize=256)
