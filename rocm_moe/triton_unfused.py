@@ -60,6 +60,7 @@ class TritonUnfusedBackend:
     deterministic = True
     roundings = 4
     x_dtypes = ("bfloat16",)
+    row_dtype = "bfloat16"
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:
         """Return what is missing: a supported arch, Triton, torch, the formats, the cache, memory."""
@@ -153,6 +154,37 @@ class TritonUnfusedBackend:
         if hooks and (unknown := sorted(set(hooks) - _HOOKS)):
             raise TypeError(f"triton_unfused has no hooks {unknown}; it takes {sorted(_HOOKS)}")
         _run()(prepared, (x, topk_ids, topk_weights, out), workspace, max_local_rows, hooks)
+
+    def forward_rows(
+        self,
+        prepared: PreparedWeights,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        workspace: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        max_local_rows: int,
+    ) -> None:
+        """Write the row of every (token, slot) of this rank to `rows`; see `portamoe.backend.RowBackend`.
+
+        K is never split here: the rows are those of a call with hooks.
+        """
+        from rocm_moe import unfused_rows
+
+        unfused_rows.forward_rows(prepared, x, topk_ids, workspace, rows, max_local_rows)
+
+    def sum_rows(
+        self,
+        prepared: PreparedWeights,
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the weighted sum of `rows` with the kernel of `forward`; see `portamoe.backend.RowBackend`."""
+        from rocm_moe import unfused_rows
+
+        unfused_rows.sum_rows(prepared, rows, topk_ids, topk_weights, out)
 
 
 @functools.cache

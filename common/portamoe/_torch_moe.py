@@ -110,6 +110,44 @@ def forward(
     out.copy_(total)
 
 
+@torch.no_grad()
+def forward_rows(
+    prepared: TorchPrepared,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    workspace: torch.Tensor,
+    rows: torch.Tensor,
+    max_local_rows: int,
+) -> None:
+    """Write the row of each (token, slot) to `rows` (T·K + 1, H) float32, zeros where its expert is not here."""
+    spec = prepared.spec
+    buffers = _carve(spec, x.shape[0], max_local_rows, workspace)
+    alignment = align(topk_ids, spec)
+    edges = alignment.offsets.tolist()
+    rows.zero_()
+    with full_precision():
+        for index, expert in enumerate(prepared.experts):
+            for first in range(edges[index], edges[index + 1], buffers.rows.shape[0]):
+                window = slice(first, min(first + buffers.rows.shape[0], edges[index + 1]))
+                result = _expert(spec, expert, x, alignment.tokens[window], buffers)
+                rows.index_copy_(0, alignment.pairs[window], result)
+
+
+@torch.no_grad()
+def sum_rows(rows: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write Σ_k w[t, k] · rows[t·K + k] to `out`, float32 products and sums in ascending id, as `forward` has them."""
+    count, top_k = topk_ids.shape
+    ids, weights = _merge_duplicates(topk_ids, topk_weights)
+    order = torch.where(ids < 0, torch.iinfo(ids.dtype).max, ids).argsort(dim=1, stable=True)
+    first = torch.arange(count, device=rows.device)[:, None] * top_k
+    total = torch.zeros(out.shape, device=out.device)
+    for slots in order.unbind(1):
+        there = ids.gather(1, slots[:, None]) >= 0
+        weighted = rows.index_select(0, (first + slots[:, None]).flatten()) * weights.gather(1, slots[:, None]).float()
+        total = torch.where(there, weighted.add_(total), total)
+    out.copy_(total)
+
+
 @dataclass(frozen=True)
 class _Buffers:
     """The workspace, carved: see `torch_backend.region_bytes`."""

@@ -126,3 +126,49 @@ class Backend(Protocol):
         hooks:         `after_gemm1`, `after_gemm2` where the backend has such points; others raise TypeError
         """
         ...
+
+
+class RowBackend(Backend, Protocol):
+    """A backend that can leave a call's rows unsummed, for a sum elsewhere that has the bits of its own.
+
+    row_dtype:  of an expert's row before it is weighted, by torch's name: what the backend itself sums ("bfloat16")
+
+    `portamoe.distributed` brings the rows of all ranks together with it. A backend without these three is used there
+    with partial sums only.
+    """
+
+    row_dtype: str
+
+    def forward_rows(
+        self,
+        prepared: PreparedWeights,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        workspace: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        max_local_rows: int,
+    ) -> None:
+        """Write the unweighted row of every (token, slot) of this rank to `rows`, zeros where it has none.
+
+        x, topk_ids, workspace, max_local_rows:  as in `forward`
+        rows:  (T·K + 1, H) row_dtype, contiguous: row t·K + k is that of slot k; the last one is there to be spoilt
+        """
+        ...
+
+    def sum_rows(
+        self,
+        prepared: PreparedWeights,
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write Σ_k w[t, k] · row[t, k] to `out` with the additions of `forward`, in ascending id and rounded once.
+
+        rows:           (T·K + 1, H) as `forward_rows` has them, of whichever ranks; the last one is not read
+        topk_ids:       (T, K), order of the sum; slots of a negative id are left out
+        topk_weights:   (T, K) float32
+        out:            (T, H), contiguous
+        """
+        ...

@@ -142,6 +142,51 @@ class RoutedExperts(nn.Module):
         self.run(x, topk_ids, topk_weights, self._workspace, out, hooks or self._hooks, overlap=given)
         return out
 
+    @property
+    def row_dtype(self) -> torch.dtype | None:
+        """Dtype of the rows of `forward_rows`; None where the backend only gives sums."""
+        name = getattr(self.backend, "row_dtype", None)
+        return None if name is None else getattr(torch, name)
+
+    def forward_rows(self, x: torch.Tensor, topk_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the unweighted row of every (token, slot) of this rank, for a sum with other ranks' rows.
+
+        x, topk_ids:  as in `forward`
+        rows:         (T·K + 1, H) `row_dtype`, contiguous; row t·K + k is that of slot k, zeros where its expert is
+                      not here; the last one is overwritten with anything
+
+        Raises ValueError or TypeError for tensors that do not fit and for a backend that only gives sums.
+        """
+        self._check_inputs(x, topk_ids, topk_weights=None)
+        self._check_rows(rows, x.shape[0])
+        if x.shape[0] == 0:
+            return
+        if self.validate:
+            _check_ids(topk_ids, self.spec.num_experts)
+        with self._on_device():
+            backend: Any = self.backend
+            backend.forward_rows(self._prepared, x, topk_ids, self._workspace, rows, max_local_rows=self.max_local_rows)
+
+    def sum_rows(
+        self, rows: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write Σ_k w[t, k] · row[t, k], with the bits that `forward` has on a rank that holds all experts.
+
+        rows:                    (T·K + 1, H) as of `forward_rows`; of any ranks, so ids need not be local
+        topk_ids, topk_weights:  (T, K); slots with a negative id are left out
+        out:                     (T, H) of x's dtype, contiguous
+        """
+        self._check_rows(rows, topk_ids.shape[0])
+        if topk_ids.shape[0]:
+            with self._on_device():
+                backend: Any = self.backend
+                backend.sum_rows(self._prepared, rows, topk_ids, topk_weights, out)
+
+    def _check_rows(self, rows: torch.Tensor, tokens: int) -> None:
+        if self.row_dtype is None:
+            raise ValueError(f"{self.backend.name} gives weighted sums only, no rows; use torch or triton_unfused")
+        self._check_tensor("rows", rows, (self.row_dtype,), (tokens * self.spec.top_k + 1, self.spec.hidden_size))
+
     def set_hooks(self, **hooks: Any) -> None:
         """Hand `hooks` to the backend in every later call, compiled ones included; none: take them away.
 
@@ -215,7 +260,7 @@ class RoutedExperts(nn.Module):
         self._check_tensors(x, topk_ids, topk_weights)
         self._check_tensor("out", out, (x.dtype,), tuple(x.shape))
 
-    def _check_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    def _check_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
         self._check_tensors(x, topk_ids, topk_weights)
         if x.shape[0] > self.max_tokens:
             raise ValueError(
@@ -225,7 +270,7 @@ class RoutedExperts(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(_NO_BACKWARD)
 
-    def _check_tensors(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    def _check_tensors(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
         if x.dim() != 2 or x.shape[1] != self.spec.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, {self.spec.hidden_size})")
         slots = (x.shape[0], self.spec.top_k)
@@ -235,7 +280,8 @@ class RoutedExperts(nn.Module):
             ("topk_ids", topk_ids, (torch.int32, torch.int64), slots),
             ("topk_weights", topk_weights, (torch.float32,), slots),
         ):
-            self._check_tensor(name, tensor, dtypes, shape)
+            if tensor is not None:
+                self._check_tensor(name, tensor, dtypes, shape)
 
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]

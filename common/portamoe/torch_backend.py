@@ -43,6 +43,7 @@ class TorchBackend:
     deterministic:  True — the same inputs give the same bits
     roundings:      1 — only the result is rounded to x's dtype
     x_dtypes:       what x may be; the sum is float32 for all
+    row_dtype:      float32, see `portamoe.backend.RowBackend`
     """
 
     name = "torch"
@@ -52,6 +53,7 @@ class TorchBackend:
     deterministic = True
     roundings = 1
     x_dtypes = ("bfloat16", "float16", "float32")
+    row_dtype = "float32"
 
     def check(self, spec: MoESpec, device: Device) -> list[Reason]:
         """Return what is missing: torch itself, its support for the vendor, or memory."""
@@ -134,6 +136,38 @@ class TorchBackend:
         if workspace.numel() < needed:
             raise ValueError(f"workspace has {workspace.numel()} bytes, {x.shape[0]} tokens need {needed}")
         _torch_moe.forward(own, x, topk_ids, topk_weights, workspace, out, max_local_rows)
+
+    def forward_rows(
+        self,
+        prepared: PreparedWeights,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        workspace: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        max_local_rows: int,
+    ) -> None:
+        """Write the row of every (token, slot) of this rank to `rows`; see `portamoe.backend.RowBackend`.
+
+        A row has the bits that `forward` sums if its expert has the same rows in the same windows: matrix products of
+        one to three rows are computed with other instructions than larger ones.
+        """
+        from portamoe import _torch_moe
+
+        _torch_moe.forward_rows(_own(prepared), x, topk_ids, workspace, rows, max_local_rows)
+
+    def sum_rows(
+        self,
+        prepared: PreparedWeights,  # noqa: ARG002
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the weighted sum of `rows`, in ascending id and float32; see `portamoe.backend.RowBackend`."""
+        from portamoe import _torch_moe
+
+        _torch_moe.sum_rows(rows, topk_ids, topk_weights, out)
 
     def _memory_reason(self, spec: MoESpec, device: Device) -> Reason | None:
         """Compare the memory with the weights and one token's workspace.
