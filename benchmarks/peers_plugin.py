@@ -43,6 +43,5 @@ def moe_spec(spec: Any) -> MoESpec:
 
 def _layer(backend: str, weights: Any, spec: Any) -> RoutedExperts:
     source = ExpertWeights(w13=weights.w13, w2=weights.w2, w13_scale=weights.w13_scale, w2_scale=weights.w2_scale)
-    layer = RoutedExperts(moe_spec(spec), source, device=weights.w13.device, backend=backend, max_tokens=MAX_TOKENS)
-    layer.warm_up()
-    return layer
+    # No warm_up: it would compile for every number of tokens, and the harness calls once before it captures.
+    return RoutedExperts(moe_spec(spec), source, device=weights.w13.device, backend=backend, max_tokens=MAX_TOKENS)

@@ -49,7 +49,7 @@ def _narrow_gate_up(x, codes, scales, factor, bias, h, row_token, expert, r0, co
     scale = tl.load(factor + expert)
     acc = narrow_product(
         x, token * H, live, codes, scales, expert, block * MT, H, I // 8, MT, BN, UNROLL, STAGES, 1, FORMAT, DECODE,
-        MMA_ORDER,
+        MMA_ORDER, False,
     )  # fmt: skip
     value = gate_up_result(acc, scale, bias, expert, block * MT, I, MT, BN, BIAS, ACT, P0, P1, P2)
     _store_h(h, value, r0 - base + n, live, block * MT, HS, I, MT, False)
@@ -66,7 +66,7 @@ def _narrow_down(h, codes, scales, factor, bias, y, expert, r0, count, base, blo
     scale = tl.load(factor + expert)
     acc = narrow_product(
         h, row.to(tl.int64) * HS, live, codes, scales, expert, block * MT, I, H // 16, MT, BN, UNROLL, STAGES, 1,
-        FORMAT, DECODE, MMA_ORDER,
+        FORMAT, DECODE, MMA_ORDER, False,
     )  # fmt: skip
     _store_y(y, acc, scale, bias, expert, row, live, block * MT, H, MT, BIAS)
 
@@ -85,11 +85,11 @@ def _wide_gate_up_part(x, codes, scales, factor, bias, h, row_token, expert, r0,
     tb = ta
     if BB > 0:
         tb = tl.load(row_token + r0 + nb, mask=live_b, other=0).to(tl.int64)
-    scale = tl.load(factor + expert)
     acc_a, acc_b = wide_product(
         x, ta * H, live_a, tb * H, live_b, codes, scales, expert, block * MT, H, I // 8, MT, BA, BB, UNROLL, STAGES,
         FORMAT, DECODE, MMA_ORDER, X_PERMUTED, WAIT,
     )  # fmt: skip
+    scale = tl.load(factor + expert)
     value = gate_up_result(acc_a, scale, bias, expert, block * MT, I, MT, BA, BIAS, ACT, P0, P1, P2)
     _store_h(h, value, r0 - base + na, live_a, block * MT, HS, I, MT, H_NATURAL)
     if BB > 0:
@@ -106,11 +106,11 @@ def _wide_down_part(h, codes, scales, factor, bias, y, expert, r0, count, base, 
     nb = BA + tl.arange(0, BB if BB > 0 else BA)
     live_a, live_b = na < count, nb < count
     row_a, row_b = r0 - base + na, r0 - base + nb
-    scale = tl.load(factor + expert)
     acc_a, acc_b = wide_product(
         h, row_a.to(tl.int64) * HS, live_a, row_b.to(tl.int64) * HS, live_b, codes, scales, expert, block * MT, I,
         H // 16, MT, BA, BB, UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, False, WAIT,
     )  # fmt: skip
+    scale = tl.load(factor + expert)
     _store_y(y, acc_a, scale, bias, expert, row_a, live_a, block * MT, H, MT, BIAS)
     if BB > 0:
         _store_y(y, acc_b, scale, bias, expert, row_b, live_b, block * MT, H, MT, BIAS)

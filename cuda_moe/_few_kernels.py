@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from cuda_moe._routing_kernels import local_ids
-from cuda_moe._tile_kernels import down_result, gate_up_result, load_short, narrow_product, short_product
+from cuda_moe._tile_kernels import down_result, gate_up_result, narrow_product
 
 
 @triton.jit
@@ -61,15 +61,18 @@ def _leader_tile(ids, pair, tokens, FIRST: tl.constexpr, LOCAL: tl.constexpr, TO
     """
     j = tl.arange(0, PAIRS)
     e = local_ids(ids, j, j < tokens * TOPK, FIRST, LOCAL)
-    expert = tl.max(tl.where(j == pair, e, -1), 0)
+    expert = tl.load(ids + pair).to(tl.int32) - FIRST
     same = (e == expert) & (e >= 0)
-    rank = tl.cumsum(same.to(tl.int32), 0) - 1
-    own = tl.sum((same & (j < pair)).to(tl.int32), 0)
+    # One sum for both: all pairs of the expert, and those before this one.
+    both = tl.sum(same.to(tl.int32) + ((same & (j < pair)).to(tl.int32) << 16), 0)
+    total, own = both & 65535, both >> 16
     n = tl.arange(0, COLUMNS)
-    mine = same[None, :] & (rank[None, :] == own + n[:, None])
-    led = tl.sum(tl.where(mine, j[None, :], 0), 1)
-    count = tl.minimum(tl.sum(same.to(tl.int32), 0) - own, COLUMNS)
-    return expert, led, tl.where((own % COLUMNS == 0) & (expert >= 0), count, 0)
+    led = n * 0 + pair
+    if (total > 1) & (own % COLUMNS == 0):
+        rank = tl.cumsum(same.to(tl.int32), 0) - 1
+        mine = same[None, :] & (rank[None, :] == own + n[:, None])
+        led = tl.sum(tl.where(mine, j[None, :], 0), 1)
+    return expert, led, tl.where(own % COLUMNS == 0, tl.minimum(total - own, COLUMNS), 0)
 
 
 @triton.jit
@@ -117,14 +120,14 @@ def _gate_up(x, codes, scales, factor, bias, h, expert, token, row, live, block,
              HS: tl.constexpr, COLUMNS: tl.constexpr, MT: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
              SLICES: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr,
              BIAS: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-             EARLY: tl.constexpr):  # fmt: skip
+             LOOP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Write h rows `row` (COLUMNS,) of the expert's product with x rows `token`; EARLY: let `down` be launched."""
     x_row = _repeat(token, SLICES, COLUMNS).to(tl.int64) * H
     every = _repeat(live.to(tl.int32), SLICES, COLUMNS) > 0
     scale = tl.load(factor + expert)
     acc = narrow_product(
         x, x_row, every, codes, scales, expert, block * MT, H, I // 8, MT, COLUMNS, UNROLL, STAGES, SLICES,
-        FORMAT, DECODE, MMA_ORDER,
+        FORMAT, DECODE, MMA_ORDER, LOOP and DECODE != "portable",
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -163,7 +166,7 @@ def few_gate_up_kernel(x, ids, weights, codes, scales, factor, bias, h, arrivals
         if (expert >= 0) & (expert < LOCAL):
             _gate_up(x, codes, scales, factor, bias, h, expert, n * 0 + pair // TOPK, n * 0 + pair, n < 1, block, H, I,
                      HS, COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2,
-                     False)  # fmt: skip
+                     False, False)  # fmt: skip
     elif PATH == "leader":
         slot = tl.program_id(1)
         expert, pair, count = _leader_tile(ids, slot, tokens, FIRST, LOCAL, TOPK, PAIRS, COLUMNS)
@@ -173,7 +176,8 @@ def few_gate_up_kernel(x, ids, weights, codes, scales, factor, bias, h, arrivals
             tl.store(tile_dest + slot * COLUMNS + n, _places(ids, pair, n < count, FIRST, LOCAL, TOPK, KP))
         if count > 0:
             _gate_up(x, codes, scales, factor, bias, h, expert, pair // TOPK, pair, n < count, block, H, I, HS, COLUMNS,
-                     MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2, False)  # fmt: skip
+                     MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2, False,
+                     False)  # fmt: skip
     else:
         if PATH == "listed":
             if PDL:
@@ -190,14 +194,14 @@ def few_gate_up_kernel(x, ids, weights, codes, scales, factor, bias, h, arrivals
                                                   tile_need, PAIRS, TOPK, PATH, COLUMNS)  # fmt: skip
                 _gate_up(x, codes, scales, factor, bias, h, expert, dest // TOPK, dest, n < count, block, H, I, HS,
                          COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2,
-                         PDL)  # fmt: skip
+                         LOOP, PDL)  # fmt: skip
         else:
             expert, dest, _, count, _ = _tile(e, tl.program_id(1), weights, tile_expert, tile_count, tile_dest,
                                               tile_weight, tile_need, PAIRS, TOPK, PATH, COLUMNS)  # fmt: skip
             if tl.program_id(1) < tiles:
                 _gate_up(x, codes, scales, factor, bias, h, expert, dest // TOPK, dest, n < count, block, H, I, HS,
                          COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2,
-                         PDL)  # fmt: skip
+                         LOOP, PDL)  # fmt: skip
 
 
 @triton.jit
@@ -219,12 +223,12 @@ def _sum_token(y, out, token, rows, col, H: tl.constexpr, TOPK: tl.constexpr):
 
 
 @triton.jit
-def _down(h, codes, scales, factor, bias, y, out, arrivals, words, expert, h_row, dest, w, count, need, block,
+def _down(h, codes, scales, factor, bias, y, out, arrivals, expert, h_row, dest, w, count, need, block,
           H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
           MT: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, SLICES: tl.constexpr, FORMAT: tl.constexpr,
-          DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    """Write y rows `dest` (COLUMNS,) from h rows `h_row`; EARLY: with the weights `words` of load_short.
+          DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, BIAS: tl.constexpr, LOOP: tl.constexpr,
+          SUM: tl.constexpr):  # fmt: skip
+    """Write y rows `dest` (COLUMNS,) from h rows `h_row`.
 
     SUM: and the sum of every token whose `need` rows are there.
     """
@@ -234,13 +238,10 @@ def _down(h, codes, scales, factor, bias, y, out, arrivals, words, expert, h_row
     every = _repeat(live.to(tl.int32), SLICES, COLUMNS) > 0
     rows = _repeat(h_row, SLICES, COLUMNS).to(tl.int64) * HS
     scale = tl.load(factor + expert)
-    if EARLY:
-        acc = short_product(words, h, rows, every, I, MT, COLUMNS, DECODE, MMA_ORDER)
-    else:
-        acc = narrow_product(
-            h, rows, every, codes, scales, expert, block * MT, I, H // 16, MT, COLUMNS, UNROLL, STAGES, SLICES,
-            FORMAT, DECODE, MMA_ORDER,
-        )  # fmt: skip
+    acc = narrow_product(
+        h, rows, every, codes, scales, expert, block * MT, I, H // 16, MT, COLUMNS, UNROLL, STAGES, SLICES,
+        FORMAT, DECODE, MMA_ORDER, LOOP and DECODE != "portable",
+    )  # fmt: skip
     value = down_result(acc, scale, bias, expert, col, H, BIAS) * w[None, :]
     keep = live[None, :] & (col < H)[:, None]
     tl.store(y + dest[None, :] * H + col[:, None], value, mask=keep, cache_modifier=".cg")
@@ -278,16 +279,12 @@ def few_down_kernel(h, ids, weights, codes, scales, factor, bias, y, out, arriva
         pair = tl.program_id(1)
         expert, order, need = _pair_tile(ids, pair, FIRST, LOCAL, TOPK, KP)
         w = tl.load(weights + pair + n, mask=n < 1, other=0.0)
-        EARLY: tl.constexpr = FORMAT == "mxfp4" and SLICES == 1 and UNROLL == (I + 63) // 64 and UNROLL <= 6
-        words = 0
-        if EARLY:
-            words = load_short(codes, scales, tl.maximum(expert, 0), block * MT, I, H // 16, MT, DECODE)
         if PDL:
             tl.extra.cuda.gdc_wait()
         if expert >= 0:
-            _down(h, codes, scales, factor, bias, y, out, arrivals, words, expert, n * 0 + pair,
+            _down(h, codes, scales, factor, bias, y, out, arrivals, expert, n * 0 + pair,
                   n * 0 + pair // TOPK * TOPK + order, w, 1, n * 0 + need, block, H, I, HS, TOPK, COLUMNS, MT,
-                  UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, True, EARLY)  # fmt: skip
+                  UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, LOOP, True)  # fmt: skip
     elif PATH == "leader":
         slot = tl.program_id(1)
         expert = tl.load(ids + slot).to(tl.int32) - FIRST
@@ -298,8 +295,8 @@ def few_down_kernel(h, ids, weights, codes, scales, factor, bias, y, out, arriva
         count, pair, dest = tl.load(tile_count + slot), tl.load(tile_need + at), tl.load(tile_dest + at)
         if count > 0:
             w = tl.load(weights + pair, mask=n < count, other=0.0)
-            _down(h, codes, scales, factor, bias, y, out, arrivals, 0, expert, pair, dest, w, count, n, block, H, I, HS,
-                  TOPK, COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, False, False)  # fmt: skip
+            _down(h, codes, scales, factor, bias, y, out, arrivals, expert, pair, dest, w, count, n, block, H, I, HS,
+                  TOPK, COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS, LOOP, False)  # fmt: skip
     else:
         if PATH == "listed":
             if PDL:
@@ -316,16 +313,16 @@ def few_down_kernel(h, ids, weights, codes, scales, factor, bias, y, out, arriva
             for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=1):
                 expert, dest, w, count, need = _tile(e, tile, weights, tile_expert, tile_count, tile_dest, tile_weight,
                                                      tile_need, PAIRS, TOPK, PATH, COLUMNS)  # fmt: skip
-                _down(h, codes, scales, factor, bias, y, out, arrivals, 0, expert, dest, dest, w, count, need, block, H,
+                _down(h, codes, scales, factor, bias, y, out, arrivals, expert, dest, dest, w, count, need, block, H,
                       I, HS, TOPK, COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS,
-                      True, False)  # fmt: skip
+                      LOOP, True)  # fmt: skip
         else:
             expert, dest, w, count, need = _tile(e, tl.program_id(1), weights, tile_expert, tile_count, tile_dest,
                                                  tile_weight, tile_need, PAIRS, TOPK, PATH, COLUMNS)  # fmt: skip
             if tl.program_id(1) < tiles:
-                _down(h, codes, scales, factor, bias, y, out, arrivals, 0, expert, dest, dest, w, count, need, block, H,
+                _down(h, codes, scales, factor, bias, y, out, arrivals, expert, dest, dest, w, count, need, block, H,
                       I, HS, TOPK, COLUMNS, MT, UNROLL, STAGES, SLICES, FORMAT, DECODE, MMA_ORDER, BIAS,
-                      True, False)  # fmt: skip
+                      LOOP, True)  # fmt: skip
 
 
 @triton.jit

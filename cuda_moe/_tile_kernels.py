@@ -47,14 +47,14 @@ SCALE_UNIT = tl.constexpr(0x00800080)
 
 
 @triton.jit
-def near_range(N: tl.constexpr, anchor, DECODE: tl.constexpr):
-    """Return 0 ... N - 1, computed where it stands; `anchor` is any integer of the loop around it.
+def near_range(N: tl.constexpr, anchor, NEAR: tl.constexpr):
+    """Return 0 ... N - 1; NEAR: computed where it stands, `anchor` being any integer of the loop around it.
 
     In a loop over tiles the compiler would compute the lane offsets of all addresses once and keep them through the
-    loop over K, at 24 registers a thread.
+    loop over K, at up to 24 registers a thread.
     """
     v = tl.arange(0, N)
-    if DECODE != "portable":
+    if NEAR:
         zero = tl.inline_asm_elementwise(ZERO, "=r,r", [anchor], dtype=tl.int32, is_pure=False, pack=1)
         v += tl.multiple_of(zero, 128)
     return v
@@ -111,13 +111,13 @@ def decode(q, s, MT: tl.constexpr, MMA_ORDER: tl.constexpr, DECODE: tl.constexpr
 
 
 @triton.jit
-def k_order(anchor, PERMUTED: tl.constexpr, DECODE: tl.constexpr):
+def k_order(PERMUTED: tl.constexpr):
     """Return the K offset of each of a tile's 64 columns.
 
     PERMUTED: the weights are stored in lane order and read in natural order, so the columns of each 16 come as
     0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15. Otherwise K ascends.
     """
-    v = near_range(64, anchor, DECODE)
+    v = tl.arange(0, 64)
     if PERMUTED:
         v = natural_column(v)
         v = tl.max_contiguous(tl.multiple_of(v, 2), 2)
@@ -213,23 +213,23 @@ def load_weights(codes, scales, kb, MT: tl.constexpr, FORMAT: tl.constexpr, K: t
 
 @triton.jit
 def weight_pointers(codes, scales, expert, first, K: tl.constexpr, N16: tl.constexpr, MT: tl.constexpr,
-                    SLICES: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
+                    SLICES: tl.constexpr, FORMAT: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
     """Pointers of the first 64 columns of MT * SLICES fragments of 16 rows; `first` counts fragments in the expert.
 
     With SLICES > 1 the fragments repeat MT rows at SLICES equally long parts of K. For bf16 the second result holds
     the columns, for the mask of a K tail.
     """
     KB: tl.constexpr = (K + 63) // 64
-    mt = near_range(MT * SLICES, first, DECODE)
+    mt = near_range(MT * SLICES, first, NEAR)
     fragment = expert.to(tl.int64) * N16 + first
     if FORMAT == "mxfp4":
         block = (mt % MT) * KB + (mt // MT) * (KB // SLICES)
-        q = codes + fragment * (KB * 128) + block[:, None] * 128 + near_range(128, first, DECODE)[None, :]
-        s = scales + fragment * (KB * 8) + block[:, None] * 8 + near_range(8, first, DECODE)[None, :]
+        q = codes + fragment * (KB * 128) + block[:, None] * 128 + near_range(128, first, NEAR)[None, :]
+        s = scales + fragment * (KB * 8) + block[:, None] * 8 + near_range(8, first, NEAR)[None, :]
     else:
         tl.static_assert(SLICES == 1)
-        k = near_range(64, first, DECODE)[None, :]
-        rows = near_range(MT * 16, first, DECODE)[:, None]
+        k = near_range(64, first, NEAR)[None, :]
+        rows = near_range(MT * 16, first, NEAR)[:, None]
         q = codes + fragment * (16 * K) + rows * K + k
         s = k + rows * 0
     return q, s
@@ -251,7 +251,7 @@ def load_tokens(x, kb, k, live, K: tl.constexpr, DECODE: tl.constexpr):
 def narrow_product(x, row_offset, live, codes, scales, expert, first, K: tl.constexpr, N16: tl.constexpr,
                    MT: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
                    SLICES: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr,
-                   MMA_ORDER: tl.constexpr):  # fmt: skip
+                   MMA_ORDER: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
     """Return (MT * 16, BN) float32: weight rows times at most BN tokens, by mma.sync.
 
     row_offset (SLICES * BN,) int64: element offset of each column's token row; live (SLICES * BN,): columns in use.
@@ -262,8 +262,8 @@ def narrow_product(x, row_offset, live, codes, scales, expert, first, K: tl.cons
     PART: tl.constexpr = KB // SLICES
     STEP: tl.constexpr = UNROLL if PART % UNROLL == 0 else 1
     tl.static_assert(SLICES == 1 or (KB % SLICES == 0 and K % 64 == 0))
-    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, SLICES, FORMAT, DECODE)
-    k = near_range(64, first, DECODE)
+    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, SLICES, FORMAT, NEAR)
+    k = near_range(64, first, NEAR)
     if SLICES > 1:
         row_offset += (tl.arange(0, SLICES * BN) // BN) * (PART * 64)
     xp = x + row_offset[None, :] + k[:, None]
@@ -281,51 +281,6 @@ def narrow_product(x, row_offset, live, codes, scales, expert, first, K: tl.cons
 
 
 @triton.jit
-def load_short(codes, scales, expert, first, K: tl.constexpr, N16: tl.constexpr, MT: tl.constexpr,
-               DECODE: tl.constexpr):  # fmt: skip
-    """Return the words and scales of all blocks of K, at most 6, for short_product: in flight before x is there."""
-    KB: tl.constexpr = (K + 63) // 64
-    tl.static_assert(KB <= 6)
-    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, 1, "mxfp4", DECODE)
-    q0, s0 = tl.load(q), tl.load(s)
-    q1, s1, q2, s2, q3, s3, q4, s4, q5, s5 = q0, s0, q0, s0, q0, s0, q0, s0, q0, s0
-    if KB > 1:
-        q1, s1 = tl.load(q + 128), tl.load(s + 8)
-    if KB > 2:
-        q2, s2 = tl.load(q + 256), tl.load(s + 16)
-    if KB > 3:
-        q3, s3 = tl.load(q + 384), tl.load(s + 24)
-    if KB > 4:
-        q4, s4 = tl.load(q + 512), tl.load(s + 32)
-    if KB > 5:
-        q5, s5 = tl.load(q + 640), tl.load(s + 40)
-    return q0, s0, q1, s1, q2, s2, q3, s3, q4, s4, q5, s5
-
-
-@triton.jit
-def short_product(words, x, row_offset, live, K: tl.constexpr, MT: tl.constexpr, BN: tl.constexpr,
-                  DECODE: tl.constexpr, MMA_ORDER: tl.constexpr):  # fmt: skip
-    """Return (MT * 16, BN) float32 as narrow_product does, of weights from load_short."""
-    KB: tl.constexpr = (K + 63) // 64
-    q0, s0, q1, s1, q2, s2, q3, s3, q4, s4, q5, s5 = words
-    k = tl.arange(0, 64)
-    xp = x + row_offset[None, :] + k[:, None]
-    acc = tl.zeros((MT * 16, BN), tl.float32)
-    acc = tl.dot(decode(q0, s0, MT, MMA_ORDER, DECODE), load_tokens(xp, 0, k, live, K, DECODE), acc)
-    if KB > 1:
-        acc = tl.dot(decode(q1, s1, MT, MMA_ORDER, DECODE), load_tokens(xp, 1, k, live, K, DECODE), acc)
-    if KB > 2:
-        acc = tl.dot(decode(q2, s2, MT, MMA_ORDER, DECODE), load_tokens(xp, 2, k, live, K, DECODE), acc)
-    if KB > 3:
-        acc = tl.dot(decode(q3, s3, MT, MMA_ORDER, DECODE), load_tokens(xp, 3, k, live, K, DECODE), acc)
-    if KB > 4:
-        acc = tl.dot(decode(q4, s4, MT, MMA_ORDER, DECODE), load_tokens(xp, 4, k, live, K, DECODE), acc)
-    if KB > 5:
-        acc = tl.dot(decode(q5, s5, MT, MMA_ORDER, DECODE), load_tokens(xp, 5, k, live, K, DECODE), acc)
-    return acc
-
-
-@triton.jit
 def wide_product(x, rows_a, live_a, rows_b, live_b, codes, scales, expert, first, K: tl.constexpr,
                  N16: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, UNROLL: tl.constexpr,
                  STAGES: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr,
@@ -333,8 +288,8 @@ def wide_product(x, rows_a, live_a, rows_b, live_b, codes, scales, expert, first
     """Return (MT * 16, BA) and (MT * 16, BB) float32: two groups of tokens share one decode; BB = 0: only the first."""
     KB: tl.constexpr = (K + 63) // 64
     STEP: tl.constexpr = UNROLL if KB % UNROLL == 0 else 1
-    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, 1, FORMAT, DECODE)
-    k = k_order(first, PERMUTED, DECODE)
+    q, s = weight_pointers(codes, scales, expert, first, K, N16, MT, 1, FORMAT, False)
+    k = k_order(PERMUTED)
     xa = x + rows_a[None, :] + k[:, None]
     acc_a = tl.zeros((MT * 16, BA), tl.float32)
     if BB > 0:

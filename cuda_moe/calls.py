@@ -265,7 +265,9 @@ def kernels_of(prepared: FusedWeights, max_tokens: int, max_local_rows: int) -> 
 class Call:
     """The launches of one number of tokens; holds no memory of the device."""
 
-    def __init__(self, prepared: FusedWeights, tokens: int, max_local_rows: int, ids: torch.dtype) -> None:
+    def __init__(
+        self, prepared: FusedWeights, tokens: int, max_local_rows: int, ids: torch.dtype, plan: Plan | None = None
+    ) -> None:
         if ids not in _ID_TYPES:
             raise TypeError(f"topk_ids are {ids}, expected int32 or int64")
         self.prepared, self.spec, self.tokens, self.ids = prepared, prepared.spec, tokens, ids
@@ -273,7 +275,7 @@ class Call:
         if not tokens:
             self.regions = Regions({}, {}, 0)
             return
-        self.plan = make_plan(self.spec, tokens, prepared.capability, prepared.batch_invariant)
+        self.plan = plan or make_plan(self.spec, tokens, prepared.capability, prepared.batch_invariant)
         self.regions = regions(self.spec, tokens, self.plan, max_local_rows)
         self.tiles = max_tiles(self.spec, tokens, self.plan.widest)
         self.rest = self.plan.path == "sorted" and (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import pathlib
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 Path = Literal["pair", "leader", "direct", "listed", "sorted"]
 
+#: Names the folder of the user's own tiles.
+FOLDER_VARIABLE = "PORTAMOE_TUNED_DIR"
 #: K up to which GEMM2 takes the "short" tile: the whole of K in one step (TP8 of Kimi-K3: 384).
 SHORT_K = 512
 #: Tokens up to which three launches must do, and pairs that one program can look through.
@@ -79,10 +83,24 @@ class Plan:
 
 @functools.lru_cache(maxsize=16)
 def tuned(capability: int, batch_invariant: bool) -> dict[str, Any]:
-    """Return the tile table of a CUDA capability (90 = Hopper) from tuned/, Hopper's where it has none of its own."""
-    family = "sm90" if capability // 10 == 9 else "default"
-    data = json.loads((resources.files("cuda_moe") / "tuned" / f"{family}.json").read_text(encoding="utf-8"))
-    return dict(data["batch_invariant"] if batch_invariant else data["default"])
+    """Return the tile table of a CUDA capability (90 = Hopper).
+
+    $PORTAMOE_TUNED_DIR/triton_fused/sm_<capability>.json if that file exists, else what tuned/ holds: Hopper's own, and
+    one for all others. Raises ValueError for a file that is no table.
+    """
+    own = tuned_file(os.environ.get(FOLDER_VARIABLE, ""), capability)
+    packaged = "sm_90" if capability // 10 == 9 else "default"
+    file = own if own.is_file() else resources.files("cuda_moe") / "tuned" / f"{packaged}.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return dict(data["batch_invariant"] if batch_invariant else data["default"])
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is no table of tiles ({error!r}); make one with portamoe bench --tune") from error
+
+
+def tuned_file(folder: str, capability: int) -> pathlib.Path:
+    """Return where tiles measured by the user lie in his folder."""
+    return pathlib.Path(folder) / "triton_fused" / f"sm_{capability}.json"
 
 
 def _tile(data: dict[str, Any]) -> Tile:
@@ -101,7 +119,11 @@ def _entry(entries: list[dict[str, Any]], spec: MoESpec, tokens: int) -> dict[st
 @functools.lru_cache(maxsize=16384)
 def make_plan(spec: MoESpec, tokens: int, capability: int, batch_invariant: bool = False) -> Plan:
     """Return the plan for `tokens` tokens; depends on nothing that a call could read on the device."""
-    table = tuned(capability, batch_invariant)
+    return plan_of(tuned(capability, batch_invariant), spec, tokens, capability)
+
+
+def plan_of(table: dict[str, Any], spec: MoESpec, tokens: int, capability: int) -> Plan:
+    """Return the plan that a table of tiles gives."""
     pairs = tokens * spec.top_k
     few = table["few"] if tokens <= FEW_TOKENS and pairs <= FEW_PAIRS else None
     path = "sorted" if few is None else _few_path(spec, tokens)

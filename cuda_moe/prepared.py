@@ -147,35 +147,48 @@ def prepare(
     progress: Callable[[int, int], None] | None,
 ) -> FusedWeights:
     """Convert the experts one at a time; raises ValueError or TypeError for weights that do not fit `spec`."""
-    import torch
-
     from portamoe.weights import validate
 
     validate(weights, spec)
+    prepared = empty_weights(spec, device, batch_invariant)
+    layouts = _layouts(spec)
+    total = len(weights)
+    for index in range(total):
+        expert = weights.expert(index)
+        for name, matrix in (("w13", prepared.gate_up), ("w2", prepared.down)):
+            _put(matrix, layouts[name], expert, name, index)
+        if progress is not None:
+            progress(index + 1, total)
+    return prepared
+
+
+def _shapes(spec: MoESpec) -> dict[str, tuple[int, int]]:
+    inter, hidden = spec.intermediate_size, spec.hidden_size
+    return {"w13": (2 * inter, hidden), "w2": (hidden, inter)}
+
+
+def _layouts(spec: MoESpec) -> dict[str, FragmentLayout | None]:
+    lane_order = triton_compat.lane_order()
+    return {
+        name: FragmentLayout(*shape, gate_up=name == "w13", lane_order=lane_order)
+        if spec.weight_format == "mxfp4"
+        else None
+        for name, shape in _shapes(spec).items()
+    }
+
+
+def empty_weights(spec: MoESpec, device: torch.device, batch_invariant: bool) -> FusedWeights:
+    """Return prepared weights whose experts are not filled in; raises ValueError for a device that is no CUDA GPU."""
+    import torch
+
     cuda = device.type == "cuda"
     if cuda and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if not cuda and not triton_compat.interpreting():
         raise ValueError(f"triton_fused runs on CUDA, got device {device}; use the torch backend")
-    shapes = {
-        "w13": (2 * spec.intermediate_size, spec.hidden_size),
-        "w2": (spec.hidden_size, spec.intermediate_size),
-    }
-    layouts = {
-        name: FragmentLayout(*shape, gate_up=name == "w13", lane_order=triton_compat.lane_order())
-        if spec.weight_format == "mxfp4"
-        else None
-        for name, shape in shapes.items()
-    }
-    matrices = {name: _empty(spec, layouts[name], *shape, device) for name, shape in shapes.items()}
-    total = len(weights)
-    for index in range(total):
-        expert = weights.expert(index)
-        for name, matrix in matrices.items():
-            _put(matrix, layouts[name], expert, name, index)
-        if progress is not None:
-            progress(index + 1, total)
+    layouts = _layouts(spec)
+    w13, w2 = (_empty(spec, layouts[name], *shape, device) for name, shape in _shapes(spec).items())
     properties = torch.cuda.get_device_properties(device) if cuda else None
     capability = properties.major * 10 + properties.minor if properties else DEFAULT_CAPABILITY
     processors = properties.multi_processor_count if properties else 1
-    return FusedWeights(spec, device, matrices["w13"], matrices["w2"], batch_invariant, capability, processors)
+    return FusedWeights(spec, device, w13, w2, batch_invariant, capability, processors)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from cuda_moe.prepared import FusedWeights
+    from cuda_moe.tune import TuneReport
     from portamoe.backend import WarmUpReport
     from portamoe.device import Device
     from portamoe.spec import MoESpec
@@ -140,6 +141,12 @@ class TritonFused:
         sources = kernels_of(prepared, max_tokens, max_local_rows)
         binaries = prepared.compile(sources)
         return WarmUpReport(binaries, time.perf_counter() - began)
+
+    def tune(self, spec: MoESpec, device: torch.device) -> TuneReport:
+        """Measure tiles for `spec` and write them to $PORTAMOE_TUNED_DIR; raises ValueError where that is not set."""
+        from cuda_moe import tune
+
+        return tune.run(spec, device)
 
     def forward(
         self,
