@@ -51,12 +51,15 @@ def assignments(function: ast.FunctionDef) -> Iterator[tuple[set[str], ast.expr]
             yield names(node.target), node.value
 
 
-def spread(function: ast.FunctionDef, seed: set[str], starts) -> set[str]:
-    """Return the variables that are computed from `seed` or from an expression that `starts` says is one."""
+def spread(function: ast.FunctionDef, seed: set[str], starts, read=names) -> set[str]:
+    """Return the variables that are computed from `seed` or from an expression that `starts` says is one.
+
+    read:  the names of an expression that count
+    """
     known = set(seed)
     for _ in range(8):  # assignments in loops come round
         for targets, value in assignments(function):
-            if starts(value) or names(value) & known:
+            if starts(value) or read(value) & known:
                 known |= targets
     return known
 
@@ -82,9 +85,17 @@ def narrow_products(function: ast.FunctionDef) -> Iterator[ast.BinOp]:
             yield node
 
 
+def valued(node: ast.AST) -> set[str]:
+    """Return the names whose values reach the result; a comparison gives 0 or 1, whatever is compared."""
+    if isinstance(node, ast.Compare):
+        return set()
+    own = {node.id} if isinstance(node, ast.Name) else set()
+    return own.union(*map(valued, ast.iter_child_nodes(node)))
+
+
 def divided_ids(function: ast.FunctionDef) -> Iterator[ast.BinOp]:
     """Yield divisions whose left side is computed from loaded expert ids, -1 included."""
-    ids = spread(function, set(), lambda value: "tl.load(ids" in ast.unparse(value))
+    ids = spread(function, set(), lambda value: "tl.load(ids" in ast.unparse(value), valued)
     for node in ast.walk(function):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod) and names(node.left) & ids:
             yield node
@@ -137,6 +148,7 @@ def test_the_look_finds_a_divided_id(operator):
     text = f"@triton.jit\ndef k(ids, at):\n    e = tl.load(ids + at)\n    local = e - 3\n    word = local {operator} 32"
     assert found(divided_ids, ast.parse(text)) == [f"k:5 local {operator} 32"]
     assert found(divided_ids, ast.parse(text.replace(f"local {operator}", f"at {operator}"))) == []
+    assert found(divided_ids, ast.parse(text.replace("e - 3", "tl.sum(e == 3)"))) == []
 
 
 def test_there_is_device_code_to_look_at():
