@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -10,10 +13,12 @@ pytest.importorskip("triton")
 from cuda_moe.skinny import compile_check
 
 pytestmark = pytest.mark.kernels
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("capability", compile_check.TARGETS)
-def test_target(capability, capsys):
+def test_target(capability, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "common"), str(ROOT))))  # of the child process
     assert compile_check.main(["--targets", str(capability)]) == 0, capsys.readouterr().out
 
 
