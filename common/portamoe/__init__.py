@@ -20,7 +20,7 @@ from portamoe.registry import Selection, choose_at_import, decide, select
 from portamoe.spec import GPT_OSS, KIMI_K3, MoESpec, load_spec
 
 if TYPE_CHECKING:
-    from portamoe import formats, layouts, reference, routing, testing
+    from portamoe import distributed, formats, layouts, reference, routing, testing
     from portamoe.checkpoints import load_experts
     from portamoe.layer import RoutedExperts
     from portamoe.projections import LinearPlan, linear
@@ -37,6 +37,7 @@ _LAZY: dict[str, str | None] = {
     "ExpertWeights": "portamoe.weights",
     "LinearPlan": "portamoe.projections",
     "linear": "portamoe.projections",
+    "distributed": None,
     "formats": None,
     "layouts": None,
     "reference": None,
@@ -75,6 +76,7 @@ __all__ = [
     "capabilities",
     "decide",
     "detect",
+    "distributed",
     "formats",
     "layouts",
     "linear",
