@@ -9,7 +9,7 @@ DATA := tests/data/kimi-k3-tiny
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint format test-kernels check-isa test-flashinfer test-flashinfer-kernels test-cute test-containers clean env-run env-test env-dev
+.PHONY: run test lint format test-kernels check-isa check-sass test-flashinfer test-flashinfer-kernels test-cute test-containers clean env-run env-test env-dev
 
 run: env-run
 	$(BIN)/portamoe probe capabilities
@@ -26,6 +26,10 @@ test-kernels: env-test
 # Compiles every AMD kernel on two Triton versions; fails on a spill, scratch, too much LDS or a missing matrix instruction.
 check-isa: env-test
 	$(BIN)/python benchmarks/isa_report.py --check --also 3.6.0
+
+# Compiles the kernels of triton_fused for six NVIDIA targets on two Triton versions; fails on a spill or a wgmma hazard.
+check-sass: env-test
+	$(BIN)/python benchmarks/sass_check.py --also 3.6.0 --tokens 1,8,64,512,8192
 
 # Lints, builds and runs the images. Needs root and apt, which it uses to install the container tools.
 test-containers:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.mark.parametrize("capability", compile_check.TARGETS)
 def test_small_shapes_compile(capability, capsys):
-    status = compile_check.main(["--targets", str(capability), "--specs", "small", "--tokens", "1,100"])
+    status = compile_check.main(["--targets", str(capability), "--specs", "small", "--tokens", "1,8,100"])
     assert status == 0, capsys.readouterr().out
 
 
