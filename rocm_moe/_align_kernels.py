@@ -13,8 +13,20 @@ A call of one block needs the second launch only (ONE_BLOCK).
 import triton
 import triton.language as tl
 
+from rocm_moe.triton_compat import GATHER_NEEDS_AN_ENTRY_AN_INDEX
+
 #: More than the pairs of a chunk, see plan.MOST_BLOCKS.
 RANKS = tl.constexpr(1 << 15)
+REPEAT = tl.constexpr(GATHER_NEEDS_AN_ENTRY_AN_INDEX)
+
+
+@triton.jit
+def look_up(table, index):
+    """table[index], of two powers of two."""
+    if REPEAT and (table.shape[0] < index.shape[0]):
+        shape: tl.constexpr = (index.shape[0] // table.shape[0], table.shape[0])
+        table = tl.reshape(tl.broadcast_to(table[None, :], shape), index.shape)
+    return tl.gather(table, index, 0)
 
 
 @triton.jit
@@ -42,7 +54,7 @@ def rank_in_block(expert, pairs, STEP: tl.constexpr):
     for start in range(0, tl.minimum(pairs, PAIRS), STEP):
         other = start + tl.arange(0, STEP)
         # The same expert and a lower place in the block, as one comparison without sign.
-        key = tl.gather(expert, other, 0) * PAIRS + other
+        key = look_up(expert, other) * PAIRS + other
         distance = key[:, None] - (expert * PAIRS)[None, :]
         before = distance.to(tl.uint32, bitcast=True) < lane.to(tl.uint32, bitcast=True)[None, :]
         rank += tl.sum(before.to(tl.int32), 0)
@@ -63,7 +75,7 @@ def count_pairs(ids, counts, ranked, tokens, first_expert, blocks, E_LOCAL: tl.c
         pair, there = block_pairs(block, tokens, TOP_K, SLOTS, TOKENS)
         expert = local_experts(ids, pair, there, first_expert, E_LOCAL)
         rank = rank_in_block(expert, (tokens - block * TOKENS) * SLOTS, RANK_STEP)
-        rank += tl.gather(total, expert, 0)
+        rank += look_up(total, expert)
         tl.store(ranked + pair, expert * RANKS + rank, mask=there)
         total += tl.histogram(expert, BINS)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), total.to(tl.int16))
@@ -97,7 +109,7 @@ def place_block(expert, rank, start, rows, weights, row_token, row_slot, row_exp
     """Write the maps of a block: row to pair, and per token its rows in ascending order (ascending expert)."""
     pair, there = block_pairs(block, tokens, TOP_K, SLOTS, TOKENS)
     here = expert < E_LOCAL
-    row = tl.where(here, tl.gather(start, expert, 0) + rank, 0x7FFFFFFF)
+    row = tl.where(here, look_up(start, expert) + rank, 0x7FFFFFFF)
     tl.store(row_token + row, pair // TOP_K, mask=here)
     tl.store(row_slot + row, pair % TOP_K, mask=here)
     tl.store(row_expert + row, expert + first_expert, mask=here)

@@ -28,6 +28,9 @@ VERSION = Version(triton.__version__).release[:2]
 #: LLVM intrinsics can be called by name from 3.4 on (3.3 spells the builder argument differently).
 HAS_INTRINSICS = VERSION >= (3, 4) and not INTERPRETED
 
+#: 3.3 fails to compile, for AMD, a tl.gather of more indices than there are entries.
+GATHER_NEEDS_AN_ENTRY_AN_INDEX = VERSION < (3, 4)
+
 _INT32 = core.dtype("int32")
 
 
