@@ -6,7 +6,7 @@ Both compute in float32 and round once, and neither waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -81,7 +81,7 @@ class TritonOps:
 
     pdl: bool = False
 
-    name: ClassVar[str] = "triton"
+    name: str = "triton"
 
     def route(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rule: SigmoidRouter
