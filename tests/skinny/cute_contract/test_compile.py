@@ -23,13 +23,22 @@ LIMIT = 150
 pytestmark = pytest.mark.skipif(cute_launch.available() is not None, reason="make test-cute brings CuteDSL")
 
 
-def compiled(arch):
+def lines_of(script, *arguments):
     path = os.pathsep.join([str(ROOT / "common"), str(ROOT)])
-    command = [sys.executable, str(HERE / "compile_kernels.py"), arch]
+    command = [sys.executable, str(HERE / script), *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.stdout.splitlines()
+
+
+def compiled(arch):
+    return [json.loads(line) for line in lines_of("compile_kernels.py", arch) if line.startswith("{")]
+
+
+def test_a_host_function_receives_what_a_launch_passes():
+    received = [line for line in lines_of("call_host.py") if line]
+    assert received == [f"{first} 3 0 4 5 6 7" for first in (1 << 40, 2, 1 << 41)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
