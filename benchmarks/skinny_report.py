@@ -27,7 +27,7 @@ def _number(value: float | None) -> str:
 
 def _side(row: Json, name: str, us: str) -> list[str]:
     if row.get(us) is None:
-        return ["torch", "-", "-", "-"]
+        return ["torch" if us == "us" else "-", "-", "-", "-"]
     return [
         f"`{row[name]}`",
         f"{row[us]:.1f}",

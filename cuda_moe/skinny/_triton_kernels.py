@@ -58,7 +58,6 @@ def gemv_kernel(
     if PDL:
         _prefetch(w, rows, N, K, 0, LINES)
         gdc_wait()
-        gdc_launch_dependents()
     acc = tl.zeros((MP, ROWS, THREADS), tl.float32)
     for start in range(0, K, BK):
         if EVEN:
@@ -75,6 +74,8 @@ def gemv_kernel(
         product = part.to(tl.float32) * values.to(tl.float32)
         folded = tl.reshape(product, (MP, ROWS, UNROLL, THREADS, 8))
         acc += tl.sum(tl.sum(folded, 4), 2)
+    if PDL:  # earlier, the next kernel's programs would take the place and bandwidth of this one's
+        gdc_launch_dependents()
     total = tl.sum(acc, 2)
     at = m.to(tl.int64)[:, None] * N + rows[None, :]
     stored = (m < M)[:, None] & (rows < N)[None, :]
@@ -84,7 +85,7 @@ def gemv_kernel(
 
 
 @triton.jit
-def mma_kernel(
+def mma_kernel(  # noqa: PLR0912 - device code
     x,
     w,
     y,
@@ -128,7 +129,6 @@ def mma_kernel(
     if PDL:
         _prefetch(w, rows, N, K, piece * STEP, LINES)
         gdc_wait()
-        gdc_launch_dependents()
     acc = tl.zeros((GROUPS, ROWS, MP), tl.float32)
     for start in tl.range(piece * STEP, K, STEP * SPLIT, num_stages=STAGES):
         if EVEN:
@@ -143,6 +143,8 @@ def mma_kernel(
             acc += tl.dot(part.to(tl.float32), values.to(tl.float32))
         else:
             acc = tl.dot(part, values, acc)
+    if PDL:
+        gdc_launch_dependents()
     total = tl.sum(acc, 0)
     stored = (rows < N)[:, None] & (m < M)[None, :]
     at = m.to(tl.int64)[None, :] * N + rows[:, None]
@@ -236,7 +238,6 @@ def fragment_kernel(  # noqa: PLR0912 - device code
     if PDL:
         _prefetch(w, row0 + tl.arange(0, ROWS), N, K, 0, LINES)
         gdc_wait()
-        gdc_launch_dependents()
     SWAPPED: tl.constexpr = ROWS == 8
     acc = tl.zeros((WARPS, TOKENS, ROWS) if SWAPPED else (WARPS, ROWS, TOKENS), tl.float32)
     if AHEAD:
@@ -266,6 +267,8 @@ def fragment_kernel(  # noqa: PLR0912 - device code
             acc += tl.dot(a.to(tl.float32), b.to(tl.float32))
         else:
             acc = tl.dot(a, b, acc)
+    if PDL:
+        gdc_launch_dependents()
     total = tl.sum(acc, 0)
     if SWAPPED:
         total = tl.trans(total)

@@ -30,7 +30,7 @@ class Variant:
     even: bool
     residual: bool
     pdl: bool
-    lines: int = 32
+    lines: int = 8
 
 
 def variant(tile: TritonTile, n: int, k: int, m: int, residual: bool, pdl: bool) -> Variant:
