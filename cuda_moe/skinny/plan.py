@@ -55,7 +55,7 @@ class Entry:
     """What serves `first` to `last` rows of x: the first of `choices` that can run here.
 
     torch_us:   time of torch.mm in the same run
-    dependent:  the same for programmatic dependent launches, timed in a row of them; `choices` where it is empty
+    dependent:  the same for programmatic dependent launches, timed in a row of them
     """
 
     first: int
@@ -91,12 +91,12 @@ class Plan:
         """Return the kernel for each M from 1 to 16, None for torch.
 
         usable:     whether the kernel of that name can run here
-        dependent:  for programmatic dependent launches
+        dependent:  for programmatic dependent launches, None where none is listed: an ordinary launch is what is known
         """
         table: list[Choice | None] = []
         for m in range(1, MOST_ROWS + 1):
             entry = self.entry(n, k, m)
-            choices = (*(entry.dependent if dependent else ()), *entry.choices) if entry else ()
+            choices = (entry.dependent if dependent else entry.choices) if entry else ()
             table.append(next((c for c in choices if usable(c.kernel)), None))
         return tuple(table)
 

@@ -10,6 +10,8 @@ from cuda_moe.skinny.plan import KERNELS, PlanError, arch_name, load_plan
 from portamoe.linear_provider import Candidate, LinearTable
 
 if TYPE_CHECKING:
+    import torch
+
     from cuda_moe.skinny.plan import Choice
     from portamoe.device import Device
     from portamoe.linear_provider import Kernel, Timed
@@ -40,7 +42,11 @@ class SkinnyProvider:
 
         choices = plan.resolve(n, k, usable)
         names = tuple(choice.kernel if choice else "torch" for choice in choices)
-        return LinearTable(bound(choices), names, bound(plan.resolve(n, k, usable, dependent=True)))
+        kernels, dependent = bound(choices), bound(plan.resolve(n, k, usable, dependent=True))
+        either = tuple(
+            d or (_ordinary(kernel) if kernel else None) for d, kernel in zip(dependent, kernels, strict=True)
+        )
+        return LinearTable(kernels, names, either)
 
     def lines(self, device: Device) -> tuple[str, ...]:
         """Return whose winners serve `device`, and which kernels cannot run there and why."""
@@ -93,6 +99,22 @@ class SkinnyProvider:
             raise ValueError(f"{device.arch} has no CUDA compute capability, so no plan of these kernels")
         arch = arch_name(device.capability)
         return f"linear-{arch}.json", to_json(document(arch, about, timed, torch_us))
+
+
+def _ordinary(kernel: Kernel) -> Kernel:
+    """Return the kernel, launched after the one before it has ended whatever is asked: always right, and measured."""
+
+    def call(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        pdl: bool = False,  # noqa: ARG001 - the kernels' common signature
+    ) -> None:
+        kernel(x, weight, out, residual)
+
+    return call
 
 
 PROVIDER = SkinnyProvider()

@@ -9,6 +9,7 @@ import pytest
 from cuda_moe.skinny import cute_parameters, registry
 from cuda_moe.skinny.parameters import TritonGemv, TritonMma
 from cuda_moe.skinny.plan import KERNELS, LEAST_GAIN, PLANS, PlanError, load_plan, parse, read_plan
+from cuda_moe.skinny.provider import PROVIDER
 from tests.host_recordings import device, recorded
 
 FILES = sorted(PLANS.glob("*.json"))
@@ -100,7 +101,7 @@ def test_dependent_launches_may_have_a_kernel_of_their_own(tmp_path):
     assert plan.resolve(1536, 7168, lambda kernel: True)[0].kernel == "triton_gemv"
     assert plan.resolve(1536, 7168, lambda kernel: True, dependent=True)[0].kernel == "cute_gemv"
     without = plan.resolve(1536, 7168, lambda kernel: kernel.startswith("triton"), dependent=True)
-    assert without[0].kernel == "triton_gemv"
+    assert without[0] is None
     with pytest.raises(PlanError, match="must beat torch"):  # by its own run's torch_us
         read_plan(write(tmp_path, minimal(entry={"dependent": [own | {"torch_us": 11.1}]})))
 
@@ -175,6 +176,18 @@ def test_kernels_are_refused_where_they_cannot_run():
     with_triton = device("nvidia", "sm_90", vendor={"triton": "3.6.0"})
     assert registry.reason("triton_gemv", with_triton) is None
     assert registry.reason("other", with_triton).value == "other"
+
+
+def test_what_is_not_listed_for_dependent_launches_is_launched_ordinarily(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    write(tmp_path, minimal())
+    monkeypatch.setenv("PORTAMOE_TUNED_DIR", str(tmp_path))
+    given = []
+    monkeypatch.setattr(registry, "bind", lambda *a: lambda *b, pdl=False: given.append(pdl))
+    table = PROVIDER.table(1536, 7168, device("nvidia", "sm_90", vendor={"triton": "3.6.0"}))
+    table.kernel(1, pdl=True)(None, None, None, pdl=True)
+    assert given == [False]
+    assert table.kernel(5, pdl=True) is None
 
 
 def test_a_recorded_host_is_asked_for_its_own_cutedsl():
