@@ -206,11 +206,15 @@ def _compiled(key: _Key, device: int) -> Callable[..., None]:
             call(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), m, n, grid, stream)
 
         m, n = (key.bucket, 1) if isinstance(key.parameters, GemvParameters) else (1, key.parameters.rows)
-        x, weight, y = (
-            torch.zeros(a, b, dtype=torch.bfloat16, device="cuda") for a, b in ((m, key.k), (n, key.k), (m, n))
+        x, weight, added = (
+            torch.ones(a, b, dtype=torch.bfloat16, device="cuda") for a, b in ((m, key.k), (n, key.k), (m, n))
         )
-        run(x, weight, y if key.residual else None, y, m, n, torch.cuda.current_stream().cuda_stream)
+        results = [torch.full_like(added, torch.nan) for _ in range(2)]
+        for y in results:  # first by CuteDSL's own way, then by ours
+            run(x, weight, added if key.residual else None, y, m, n, torch.cuda.current_stream().cuda_stream)
         torch.cuda.current_stream().synchronize()
+        if not torch.equal(*results):
+            call.converts_anew = True
     return run
 
 
@@ -219,6 +223,8 @@ class _Call:
 
     CuteDSL converts Python arguments anew in each call, which takes longer (about 90 µs) than the kernels. The host
     function itself wants pointers to C values; those are made once a thread here and filled in each call.
+
+    converts_anew:  set where that does not give the same result, as another version's function may want other values
     """
 
     SIGNATURE = (*[ctypes.c_int64] * 4, *[ctypes.c_int32] * 3, ctypes.c_void_p)
@@ -226,11 +232,12 @@ class _Call:
     def __init__(self, function: Any, stream_type: Any) -> None:
         self._function, self._stream_type = function, stream_type
         self._threads = threading.local()
+        self.converts_anew = False
 
     def __call__(self, *arguments: int) -> None:
         """Launch; raises what CuteDSL raises for a launch that CUDA refuses."""
         values = getattr(self._threads, "values", None)
-        if values is None:
+        if values is None or self.converts_anew:
             values = self._threads.values = [kind() for kind in self.SIGNATURE]
             self._threads.pointers = [ctypes.c_void_p(ctypes.addressof(value)) for value in values]
             # Once by CuteDSL's own way: a version that wants other arguments says so here.

@@ -50,9 +50,12 @@ def bind(choice: Choice, n: int, k: int, m: int, device: torch.device) -> Call:
         from cuda_moe.skinny import launch
 
         return launch.bind(choice.parameters, n, k, m, device)
+    import torch
+
     choice.parameters.check(n, k, m)
-    run = import_module(CUTE_LAUNCH).launch
+    cute = import_module(CUTE_LAUNCH)
     parameters = vars(choice.parameters)
+    entry = {"kernel": choice.kernel, "n": n, "k": k, "m": m, "parameters": parameters, "pdl": True}
 
     def call(
         x: torch.Tensor,
@@ -62,6 +65,10 @@ def bind(choice: Choice, n: int, k: int, m: int, device: torch.device) -> Call:
         *,
         pdl: bool = False,
     ) -> None:
-        run(choice.kernel, x, weight, out, residual, pdl=pdl, **parameters)
+        if pdl and not torch.cuda.is_current_stream_capturing():
+            # Outside a capture nothing is launched dependent; it is where the capture's kernel gets compiled.
+            cute.warm_up([{**entry, "residual": residual is not None}], device)
+            pdl = False
+        cute.launch(choice.kernel, x, weight, out, residual, pdl=pdl, **parameters)
 
     return call

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
-from cuda_moe.skinny import cute_launch
+from cuda_moe.skinny import cute_launch, registry
+from cuda_moe.skinny.cute_parameters import parse
+from cuda_moe.skinny.plan import Choice
 
 
 @pytest.fixture
@@ -89,3 +91,17 @@ def test_warm_up_passes_over_other_kernels_and_checks_the_rest():
     cute_launch.warm_up([{"kernel": "torch", "n": 1, "k": 1, "m": 1, "parameters": {}}], "cuda:0")
     with pytest.raises(ValueError, match="K=100"):
         cute_launch.warm_up([{"kernel": "cute_mma", "n": 64, "k": 100, "m": 1, "parameters": {}}], "cuda:0")
+
+
+def test_an_eager_dependent_call_compiles_for_the_capture_and_launches_ordinarily(monkeypatch):
+    launched, warmed, capturing = [], [], [False]
+    monkeypatch.setattr(cute_launch, "launch", lambda *_, pdl, **__: launched.append(pdl))
+    monkeypatch.setattr(cute_launch, "warm_up", lambda entries, _: warmed.extend(entries))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    parameters = parse("cute_gemv", {"threads": 224, "outputs": 2, "ahead": 2})
+    call = registry.bind(Choice("cute_gemv", parameters), 1536, 7168, 2, torch.device("cuda"))
+    call(None, None, None, None, pdl=True)
+    capturing[0] = True
+    call(None, None, None, None, pdl=True)
+    assert launched == [False, True]
+    assert [(e["n"], e["k"], e["m"], e["residual"], e["pdl"]) for e in warmed] == [(1536, 7168, 2, False, True)]
