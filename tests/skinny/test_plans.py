@@ -8,7 +8,7 @@ import pytest
 
 from cuda_moe.skinny import cute_parameters, registry
 from cuda_moe.skinny.parameters import TritonGemv, TritonMma
-from cuda_moe.skinny.plan import KERNELS, LEAST_GAIN, PLANS, PlanError, load_plan, parse, read_plan
+from cuda_moe.skinny.plan import KERNELS, LEAST_GAIN, PLANS, Choice, PlanError, load_plan, parse, read_plan
 from cuda_moe.skinny.provider import PROVIDER
 from tests.host_recordings import device, recorded
 
@@ -188,6 +188,26 @@ def test_what_is_not_listed_for_dependent_launches_is_launched_ordinarily(tmp_pa
     table.kernel(1, pdl=True)(None, None, None, pdl=True)
     assert given == [False]
     assert table.kernel(5, pdl=True) is None
+
+
+def test_outside_a_capture_a_dependent_cutedsl_launch_is_prepared_and_made_ordinarily(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from cuda_moe.skinny import cute_launch
+
+    warmed, launched = [], []
+    monkeypatch.setattr(cute_launch, "warm_up", lambda entries, device: warmed.extend(entries))
+    monkeypatch.setattr(cute_launch, "launch", lambda *a, pdl, **p: launched.append(pdl))
+    choice = Choice("cute_gemv", cute_parameters.GemvParameters(threads=224))
+    call = registry.bind(choice, 1536, 7168, 1, torch.device("cuda", 0))
+    x = torch.zeros(1, 7168)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    call(x, None, None, None, pdl=True)
+    call(x, None, None, None, pdl=True)
+    assert launched == [False, False]
+    assert {(entry["pdl"], entry["residual"], entry["m"]) for entry in warmed} == {(True, False, 1)}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call(x, None, None, None, pdl=True)
+    assert launched[-1] is True
 
 
 def test_a_recorded_host_is_asked_for_its_own_cutedsl():
