@@ -5,8 +5,8 @@
 
 Rules (see isa/rows.py): everything compiles, no spills, no scratch, LDS within 64 KiB, matrix instructions in the
 GEMMs, weights of decode tiles not through LDS. Goals of speed are reported, never a reason to fail. Code facts are
-`compiled`, everything in clocks, TFLOP/s and µs is `modelled` (rocm_moe/clock_model.py, rocm_moe/call_model.py): no AMD
-GPU was used.
+`compiled`, everything in clocks, TFLOP/s and µs is `modelled` (clock_model.py and call_model.py in
+rocm_moe/evidence/): no AMD GPU was used.
 
 --also VERSION  compiles with that Triton too, installed without dependencies under build/triton-VERSION
 """

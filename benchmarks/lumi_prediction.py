@@ -21,8 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "common")]
 
 from benchmarks.isa.calls import launches_of  # noqa: E402 - the checkout is not installed
 from benchmarks.isa.shards import SPECS  # noqa: E402
-from rocm_moe.call_model import slowest_hits  # noqa: E402
-from rocm_moe.clock_model import MACHINES, MXFP4_BYTES, Machine  # noqa: E402
+from rocm_moe.evidence.call_model import slowest_hits  # noqa: E402
+from rocm_moe.evidence.clock_model import MACHINES, MXFP4_BYTES, Machine  # noqa: E402
 from rocm_moe.tiles import expected_hits, load_table  # noqa: E402
 
 REPORT = ROOT / "benchmarks/results/modelled/gfx90a-triton3.6.0.json"

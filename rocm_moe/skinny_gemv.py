@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from portamoe.checks import present, triton_reason
 from portamoe.linear_provider import MOST_ROWS, Candidate, LinearTable, Timed
-from rocm_moe import clock_model
-from rocm_moe.clock_model import MACHINES, Machine
+from rocm_moe.evidence import clock_model
+from rocm_moe.evidence.clock_model import MACHINES, Machine
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portamoe.decision import Reason
     from portamoe.device import Device
     from portamoe.linear_provider import Kernel
-    from rocm_moe.isa import Code
+    from rocm_moe.evidence.isa import Code
     from rocm_moe.variants import Variant
 
 ARCH = "gfx90a"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from portamoe.device import Device
     from portamoe.spec import MoESpec
     from portamoe.weights import ExpertSource
-    from rocm_moe.limits import LimitsReport
+    from rocm_moe.evidence.limits import LimitsReport
     from rocm_moe.tune import TuneReport
 
 _MIN_TORCH = "2.6"
@@ -120,7 +120,7 @@ class TritonUnfusedBackend:
 
     def measure_limits(self, spec: MoESpec, device: torch.device) -> LimitsReport:
         """Measure what the clock model assumes on `device` and evaluate this spec's GEMMs with it."""
-        from rocm_moe import limits
+        from rocm_moe.evidence import limits
 
         return limits.run(spec, device)
 

@@ -226,7 +226,7 @@ class _Bench:
 
         from rocm_moe import unfused_call
         from rocm_moe.binaries import Binaries
-        from rocm_moe.limits import median_seconds
+        from rocm_moe.evidence.limits import median_seconds
 
         spec = self.spec
         prepared = replace(self.prepared, table=table, binaries=Binaries(self.arch, spec, table), calls={})

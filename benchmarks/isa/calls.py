@@ -7,11 +7,11 @@ from typing import Any
 from benchmarks.isa.rows import tile_of
 from benchmarks.isa.shards import CALL_RANKS, CALL_TOKENS, SPECS
 from portamoe.spec import MoESpec
-from rocm_moe import call_model
 from rocm_moe import plan as planning
-from rocm_moe.call_model import Gemm, LaunchTime
-from rocm_moe.clock_model import MACHINES, Machine
-from rocm_moe.isa import Code
+from rocm_moe.evidence import call_model
+from rocm_moe.evidence.call_model import Gemm, LaunchTime
+from rocm_moe.evidence.clock_model import MACHINES, Machine
+from rocm_moe.evidence.isa import Code
 from rocm_moe.tiles import TileTable, expected_hits
 
 #: Enough bytes in flight on a compute unit to cover the latency of HBM at its peak rate.

@@ -47,7 +47,8 @@ def describe(variant: Any) -> dict[str, Any]:
 
 def compile_variant(variant: Any, arch: str, keep: Path | None) -> dict[str, Any]:
     """Compile one variant; return its parsed code, or the error that the compiler raised."""
-    from rocm_moe import isa, triton_compat
+    from rocm_moe import triton_compat
+    from rocm_moe.evidence import isa
 
     out = {**describe(variant), "arch": arch}
     started = time.perf_counter()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rocm_moe.isa import VALU_CLASSES, Code
+from rocm_moe.evidence.isa import VALU_CLASSES, Code
 
 
 def text(report: dict[str, Any]) -> str:

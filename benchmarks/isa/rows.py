@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rocm_moe import clock_model
-from rocm_moe.clock_model import MACHINES, Tile
-from rocm_moe.isa import Code
+from rocm_moe.evidence import clock_model
+from rocm_moe.evidence.clock_model import MACHINES, Tile
+from rocm_moe.evidence.isa import Code
 
 #: One workgroup may take this much LDS on every target here (gfx950 has more, the product does not use it).
 LDS_LIMIT = 65536

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from portamoe.spec import KIMI_K3
-from rocm_moe import call_model, clock_model, isa
-from rocm_moe.call_model import Gemm, Product
-from rocm_moe.clock_model import MACHINES, MXFP4_BYTES, Tile
-from rocm_moe.isa import Counts
+from rocm_moe.evidence import call_model, clock_model, isa
+from rocm_moe.evidence.call_model import Gemm, Product
+from rocm_moe.evidence.clock_model import MACHINES, MXFP4_BYTES, Tile
+from rocm_moe.evidence.isa import Counts
 from rocm_moe.tiles import expected_hits
 from tests.rocm_evidence import snippets
 

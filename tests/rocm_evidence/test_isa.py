@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rocm_moe import isa, isa_flow
+from rocm_moe.evidence import isa, isa_flow
 from tests.rocm_evidence import snippets
 
 

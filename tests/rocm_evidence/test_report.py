@@ -11,7 +11,7 @@ import pytest
 from benchmarks import lumi_prediction
 from benchmarks.isa import render, rows
 from benchmarks.isa.calls import call_rows
-from rocm_moe import isa
+from rocm_moe.evidence import isa
 from rocm_moe.tiles import load_table
 from tests.rocm_evidence import snippets
 

@@ -14,7 +14,7 @@ import pytest
 from portamoe import render
 from portamoe.probe import capabilities
 from rocm_moe import skinny_gemv
-from rocm_moe.clock_model import MACHINES
+from rocm_moe.evidence.clock_model import MACHINES
 from tests.host_recordings import HOSTS, device
 
 MACHINE = MACHINES["gfx90a"]
@@ -76,7 +76,7 @@ def test_the_probe_says_modelled():
 @pytest.mark.parametrize("m", [1, 3, 8])
 def test_compiled_code_takes_no_more_than_the_judgement_says(m):
     pytest.importorskip("triton")
-    from rocm_moe import isa
+    from rocm_moe.evidence import isa
     from rocm_moe.triton_compat import compile_variant
 
     said = skinny_gemv.COMPILED[m]

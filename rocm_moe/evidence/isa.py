@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from rocm_moe import isa_flow
+from rocm_moe.evidence import isa_flow
 
 #: Instruction classes in the order of the report; the first pattern that matches a mnemonic names its class.
 CLASSES: Mapping[str, re.Pattern[str]] = MappingProxyType(

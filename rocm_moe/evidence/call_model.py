@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rocm_moe import clock_model
-from rocm_moe.clock_model import MXFP4_BYTES, Machine, Tile
+from rocm_moe.evidence import clock_model
+from rocm_moe.evidence.clock_model import MXFP4_BYTES, Machine, Tile
 from rocm_moe.plan import tokens_a_block
 from rocm_moe.tiles import expected_hits
 
 if TYPE_CHECKING:
     from portamoe.spec import MoESpec
-    from rocm_moe.isa import Code
+    from rocm_moe.evidence.isa import Code
 
 #: Dependent loads before the last store of the small kernels, one after the other.
 CHAINS: Mapping[str, int] = {"count": 3, "place": 5, "activation": 2, "combine": 4}

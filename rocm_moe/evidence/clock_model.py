@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rocm_moe.isa import Code, Counts
+    from rocm_moe.evidence.isa import Code, Counts
 
 #: Bytes of one MXFP4 weight with its share of the block scale: 4 bits + 8/32 bits.
 MXFP4_BYTES = 0.53125

@@ -12,8 +12,8 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rocm_moe import clock_model, isa
-from rocm_moe.clock_model import MACHINES, Bound, Machine, Tile
+from rocm_moe.evidence import clock_model, isa
+from rocm_moe.evidence.clock_model import MACHINES, Bound, Machine, Tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
