@@ -34,7 +34,7 @@ from portamoe.testing import error_metrics, make_problem
 
 D, H, S, E = 7168, 3584, 6144, 896
 SPEC = replace(KIMI_K3, local_experts=range(112))
-CONFIG = BlockConfig(D, H, S, E, SigmoidRouter(16), SPEC.activation, 1e-5)  # type: ignore[arg-type]
+CONFIG = BlockConfig(D, H, S, SPEC.intermediate_size, E, SigmoidRouter(16), SPEC.activation, 1e-5)  # type: ignore[arg-type]
 DEVICE = torch.device("cuda", 0)
 #: Relative RMS of a bf16 block against float32.
 TOLERANCE = 0.006

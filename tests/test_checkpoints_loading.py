@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from portamoe.checkpoints import Checkpoint, CheckpointError, CheckpointExperts, load_experts, loading_bar
+from portamoe.checkpoints import Checkpoint, CheckpointError, CheckpointExperts, _shard, load_experts, loading_bar
 from portamoe.layer import RoutedExperts
 from tests import checkpoint_builders as build
 from tests.checkpoint_builders import DATA, KIMI_PREFIX, assert_same
@@ -77,6 +77,15 @@ def test_a_shard_that_changes_during_a_read_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(CheckpointError, match=f"{FIRST} has changed"):
         source.expert(0)
+
+
+def test_a_config_that_changes_is_refused_for_the_next_block(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "kimi-k3-tiny", tmp_path / "tiny")
+    checkpoint = Checkpoint(tmp_path / "tiny")
+    checkpoint.block(1)
+    later(tmp_path / "tiny" / "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json has changed"):
+        checkpoint.block(1)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
@@ -167,6 +176,31 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         source.read_into(0, replace(target, w13=target.w13[:96]))
     with pytest.raises(ValueError, match=r"the target's w2_bias is torch.float32 .*, the checkpoint's absent"):
         source.read_into(0, replace(target, w2_bias=torch.zeros(64)))
+
+
+def test_gate_and_up_of_different_files_go_straight_into_their_target_and_nowhere_else(tmp_path: Path) -> None:
+    checkpoint = build.kimi_k3()
+    whole = load_experts(checkpoint.write(tmp_path / "whole"), 1)[1].expert(0)
+    checkpoint.places |= {name: build.SHARD.format(1 + (".w3." in name)) for name in checkpoint.tensors}
+    source = load_experts(checkpoint.write(tmp_path / "split"), 1)[1]
+    target = replace(whole, **{name: torch.zeros_like(getattr(whole, name)) for name in ("w13", "w2")})
+    source.read_into(0, target)
+    assert_same(target, whole)
+    behind = torch.full((200, 32), 7, dtype=torch.uint8)
+    for wrong in (behind[:96], behind[:192].int(), behind.repeat(1, 2)[:192, ::2]):
+        with pytest.raises(ValueError, match=r"expected torch.uint8 \(192, 32\), contiguous"):
+            source.read_into(0, replace(target, w13=wrong))
+    assert bool((behind == 7).all())
+
+
+@pytest.mark.parametrize("piece", [1, 40, 100])
+def test_cut_columns_are_the_same_in_pieces_of_any_size(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = build.kimi_k3().write(tmp_path)
+    wanted = load_experts(directory, 1, tensor_parallel=(1, 3))[1].expert(1)
+    monkeypatch.setattr(_shard, "_PIECE_BYTES", piece)
+    assert_same(load_experts(directory, 1, tensor_parallel=(1, 3))[1].expert(1), wanted)
 
 
 def test_files_are_closed_with_the_checkpoint(tmp_path: Path) -> None:

@@ -182,6 +182,15 @@ def test_a_part_without_a_reduction_is_refused_before_weights_are_prepared():
         build(shared_parallel=(0, 5), reduce=lambda t: t)
 
 
+def test_experts_that_hold_a_slice_need_a_reduction_too():
+    checkpoint = Checkpoint(TINY)
+    experts = RoutedExperts(*checkpoint.experts(1, tensor_parallel=(0, 2)), max_tokens=8, device="cpu")
+    with pytest.raises(ValueError, match=r"holds a part of the routed experts .*intermediate values.* pass reduce"):
+        LatentMoE(*checkpoint.block(1), experts)
+    with pytest.raises(TypeError, match="reduce is 3, expected a function"):
+        LatentMoE(*checkpoint.block(1), experts, reduce=3)
+
+
 def test_inputs_are_checked():
     block = build()
     hidden = expected()["hidden"].float()

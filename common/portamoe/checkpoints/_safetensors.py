@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portamoe.checkpoints._json import read_object
-from portamoe.checkpoints._shard import Identity, ShardFile, TensorHeader, Watched, raw_header
+from portamoe.checkpoints._shard import Identity, ShardFile, TensorHeader, Watched, destination, raw_header
 from portamoe.checkpoints.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
@@ -120,15 +120,16 @@ class TensorFolder:
         index:  a slice for each of the leading dimensions, step 1
         out:    where it goes, contiguous on the CPU; default: new memory, contiguous
 
-        Raises CheckpointError when a file cannot be read or has changed.
+        Raises CheckpointError when a file cannot be read or has changed, ValueError for an `out` that does not fit.
         """
         headers = [self._located[name] for name in ([names] if isinstance(names, str) else names)]
         files = {header.file for header in headers}
         if len(files) == 1:
             return self._open(files.pop()).read(headers, index, out)
-        import torch
-
-        return torch.cat([self._open(header.file).read([header], index) for header in headers], out=out)
+        out, parts = destination(headers, index, out)
+        for header, part in zip(headers, parts, strict=True):
+            self._open(header.file).read([header], index, part)
+        return out
 
     def _headers_if_mentioned(self, file: str, prefix: str, wanted: Callable[[str], bool]) -> dict[str, TensorHeader]:
         """Parse the header only if it mentions the prefix's layer: a search is far cheaper than parsing JSON."""

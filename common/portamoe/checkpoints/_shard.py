@@ -140,18 +140,7 @@ class ShardFile(Watched):
 
         Raises CheckpointError when the file cannot be read or has changed.
         """
-        import torch
-
-        shape = _selected(headers[0].shape, index)
-        dtype = getattr(torch, _DTYPES[headers[0].dtype])
-        whole = (len(headers) * shape[0], *shape[1:]) if shape else ()
-        if out is None:
-            out = torch.empty(whole, dtype=dtype)
-        elif (out.dtype, tuple(out.shape)) != (dtype, whole) or not out.is_contiguous() or out.device.type != "cpu":
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, expected {dtype} {whole} on the CPU"
-            )
-        parts = out.chunk(len(headers)) if shape else (out,)
+        out, parts = destination(headers, index, out)
         for header, part in zip(headers, parts, strict=True):
             try:
                 self._fill(part, header, index)
@@ -197,6 +186,27 @@ class ShardFile(Watched):
                 self.check(self._descriptor)
                 raise OSError(f"the file ends at byte {offset + done}")
             done += count
+
+
+def destination(
+    headers: Sequence[TensorHeader], index: tuple[slice, ...], out: torch.Tensor | None
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return where `torch.cat([tensor[index] for each of headers])` goes, and each tensor's part of it.
+
+    Raises ValueError for an `out` of another dtype or shape, not contiguous, or not on the CPU.
+    """
+    import torch
+
+    shape = _selected(headers[0].shape, index)
+    dtype = getattr(torch, _DTYPES[headers[0].dtype])
+    whole = (len(headers) * shape[0], *shape[1:]) if shape else ()
+    if out is None:
+        out = torch.empty(whole, dtype=dtype)
+    elif (out.dtype, tuple(out.shape)) != (dtype, whole) or not out.is_contiguous() or out.device.type != "cpu":
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}, expected {dtype} {whole}, contiguous, on the CPU"
+        )
+    return out, out.chunk(len(headers)) if shape else (out,)
 
 
 def _check_layout(path: Path) -> None:

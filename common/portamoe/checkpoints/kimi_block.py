@@ -40,6 +40,7 @@ class BlockConfig:
     hidden_size:               D, the width of the model
     latent_size:               H, the width that the routed experts see
     shared_intermediate_size:  S of all shared experts together, before it is split over ranks
+    moe_intermediate_size:     I of a routed expert, before it is split over ranks
     router:                    top-k, renormalisation and routed_scaling_factor, which multiplies the experts' weights
     norm_eps:                  of the latent RMSNorm, or None: the model has no such norm
     """
@@ -47,6 +48,7 @@ class BlockConfig:
     hidden_size: int
     latent_size: int
     shared_intermediate_size: int
+    moe_intermediate_size: int
     num_experts: int
     router: SigmoidRouter
     activation: SiTU
@@ -86,6 +88,7 @@ def block_config(config: Config, layer: int) -> BlockConfig:
         hidden_size=config.integer("hidden_size"),
         latent_size=config.integer("routed_expert_hidden_size"),
         shared_intermediate_size=config.integer("num_shared_experts") * config.integer("moe_intermediate_size"),
+        moe_intermediate_size=config.integer("moe_intermediate_size"),
         num_experts=config.integer("num_experts"),
         router=SigmoidRouter(
             top_k=config.integer("num_experts_per_token"),

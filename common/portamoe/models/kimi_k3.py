@@ -295,8 +295,16 @@ def _check_fit(config: BlockConfig, experts: RoutedExperts, reduce: Reduction | 
             raise ValueError(f"the block's {name} is {ours}, the experts' {theirs}")
     if config.activation != spec.activation:
         raise ValueError(f"the block's activation is {config.activation}, the experts' {spec.activation}")
+    if spec.intermediate_size > config.moe_intermediate_size:
+        raise ValueError(
+            f"the experts' intermediate size is {spec.intermediate_size}, the block's {config.moe_intermediate_size}"
+        )
     if reduce is None and spec.num_local_experts < spec.num_experts:
         raise _needs_reduce(f"experts {spec.local_experts} of {spec.num_experts}")
+    if reduce is None and spec.intermediate_size < config.moe_intermediate_size:
+        raise _needs_reduce(f"{spec.intermediate_size} of {config.moe_intermediate_size} intermediate values")
+    if reduce is not None and not callable(reduce):
+        raise TypeError(f"reduce is {reduce!r}, expected a function from a partial sum to the sum over all ranks")
 
 
 def _needs_reduce(part: str) -> ValueError:
