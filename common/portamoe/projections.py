@@ -7,6 +7,7 @@ winner for is torch's.
 from __future__ import annotations
 
 import functools
+import math
 import os
 
 import torch
@@ -123,8 +124,8 @@ def _torch(
     if residual is None:
         return torch.nn.functional.linear(x, weight)
     # addmm adds in the product's float32 accumulator, so there is one rounding here too.
-    rows = x.reshape(-1, x.shape[-1])
-    return torch.addmm(residual.reshape(-1, shape[-1]), rows, weight.t()).view(shape)
+    rows = math.prod(shape[:-1])
+    return torch.addmm(residual.reshape(rows, shape[-1]), x.reshape(rows, x.shape[-1]), weight.t()).view(shape)
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:

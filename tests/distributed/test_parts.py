@@ -40,6 +40,30 @@ def test_shares_cover_all_experts_once_and_differ_by_one(experts, size):
     assert owners([(s.start, s.stop) for s in shares], experts) == expected
 
 
+def test_arguments_are_those_of_the_layer(ranks):
+    problem = make_problem(SPEC, 5)
+    parallel = ExpertParallel(RoutedExperts(SPEC, problem.weights, max_tokens=8, device="cpu", backend="torch"), ranks)
+    x, ids, weights = problem.x, problem.topk_ids, problem.topk_weights
+    for wrong, error, words in (
+        ((x, ids, weights, torch.zeros(9, SPEC.hidden_size, dtype=x.dtype)), ValueError, "out has shape"),
+        ((x, ids, weights, torch.zeros(x.shape)), TypeError, "out is torch.float32"),
+        ((x, ids.bool(), weights), TypeError, "topk_ids is torch.bool"),
+        ((x, ids.float(), weights), TypeError, "topk_ids is torch.float32"),
+        ((x, ids + SPEC.num_experts, weights), ValueError, "topk_ids has values outside"),
+    ):
+        with pytest.raises(error, match=words):
+            parallel(*wrong)
+
+
+def test_a_device_may_be_a_string_and_a_time_out_a_number(ranks):
+    named = RankGroup(None, "cpu")
+    assert named.device == torch.device("cpu")
+    named.close()
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="timeout must be positive"):
+            RankGroup(None, "cpu", timeout=wrong)
+
+
 def test_impossible_shares_are_refused():
     with pytest.raises(ValueError, match="3 experts over 4 ranks"):
         split_experts(3, 0, 4)

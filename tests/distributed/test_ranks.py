@@ -100,7 +100,14 @@ def test_ranks_that_do_not_fit_are_refused_by_name(further):
         assert "expert 0 is on ranks 0 and 1" in said["overlap"]
         assert "expert 5 of 19 is on no rank" in said["gap"]
         assert "within 1 … 128" in said["window"]
-        assert f"rank {1 - rank} is in call" in said["calls"]
+        dtypes = ["torch.bfloat16", "torch.float16"]
+        assert f"with x of {dtypes[1 - rank]}, rank {rank} is in call" in said["dtypes"]
+        assert f"with x of {dtypes[rank]}; all ranks must make the same calls" in said["dtypes"]
+        layers = [int(part.split(",")[0]) for part in said["layers"].split("of layer ")[1:]]
+        assert abs(layers[0] - layers[1]) == 1
+        assert rank == 0 or "topk_ids has shape (3, " in said["caught"]
+        theirs, ours = (int(part.split(",")[0]) for part in said["after"].split("is in call ")[1:])
+        assert theirs - ours == (-1 if rank else 1), said["after"]
 
 
 @pytest.mark.parametrize(

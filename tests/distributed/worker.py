@@ -118,10 +118,15 @@ def refused(ranks: RankGroup) -> dict[str, object]:
     other = bench.layer if ranks.rank else half
     out["gap"] = message(lambda: ExpertParallel(other, ranks))
     out["window"] = message(lambda: ExpertParallel(bench.layer, ranks, window=10_000))
-    parallel = ExpertParallel(bench.layer, ranks)
-    ranks.calls += ranks.rank  # one rank has made a call more
+    parallel, second = ExpertParallel(bench.layer, ranks), ExpertParallel(bench.layer, ranks)
     problem = make_problem(SPEC, 3)
-    out["calls"] = message(lambda: parallel(problem.x, problem.topk_ids, problem.topk_weights))
+    x = problem.x.half() if ranks.rank else problem.x
+    out["dtypes"] = message(lambda: parallel(x, problem.topk_ids, problem.topk_weights))
+    mine = second if ranks.rank else parallel
+    out["layers"] = message(lambda: mine(problem.x, problem.topk_ids, problem.topk_weights))
+    if ranks.rank:  # an argument's error that this rank gets over
+        out["caught"] = message(lambda: parallel(problem.x[:2], problem.topk_ids, problem.topk_weights))
+    out["after"] = message(lambda: parallel(problem.x, problem.topk_ids, problem.topk_weights))
     return out
 
 

@@ -160,3 +160,19 @@ def test_the_name_is_the_function_whatever_was_imported_before():
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120,
                            env={"PYTHONPATH": "common:.", "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(3, 24, 0), (3, 0, 24), (0, 24, 8)])
+def test_empty_products_add_the_residual(rows, n, k):
+    residual = torch.randn(rows, n)
+    assert torch.equal(portamoe.linear(torch.randn(rows, k), torch.randn(n, k), residual), residual)
+
+
+def test_a_residual_is_added_before_the_one_rounding():
+    g = torch.Generator().manual_seed(3)
+    x, weight, residual = (torch.randn(*shape, generator=g).bfloat16() for shape in ((32, 512), (64, 512), (32, 64)))
+    exact = x.double() @ weight.double().T + residual.double()
+    once = (portamoe.linear(x, weight, residual) == exact.bfloat16()).float().mean()
+    twice = ((x.double() @ weight.double().T).bfloat16() + residual == exact.bfloat16()).float().mean()
+    assert twice < 0.8
+    assert once > 0.95

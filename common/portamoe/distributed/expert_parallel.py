@@ -23,6 +23,9 @@ Form = Literal["auto", "all_to_all", "all_gather"]
 #: of counts and its wait on the host cost. modelled; not measured on several GPUs.
 GATHER_BYTES = 4 << 20
 
+#: What x may be, by the number under which ranks compare it.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class ExpertParallel(nn.Module):
     """y[t] = Σ_k w[t, k] · expert(id[t, k])(x[t]) over the experts of all ranks, for this rank's tokens.
@@ -76,6 +79,7 @@ class ExpertParallel(nn.Module):
         self.ranks = _rank_group(group, layer.device, timeout)
         self.tensor_ranks = None if tensor_group is None else _rank_group(tensor_group, layer.device, timeout)
         self.window = self._make_window(window)
+        self._number = self.ranks.add_layer()
         self._owner = torch.tensor(self._agree_on_layout(), device=layer.device)
 
     @property
@@ -109,11 +113,13 @@ class ExpertParallel(nn.Module):
 
         x, topk_ids, topk_weights, out:  as in `RoutedExperts.forward`, with ids of the whole layer and any T, also 0
         """
-        self._check(x, topk_ids, topk_weights)
+        self.ranks.begin_call()  # ahead of the checks: a rank that catches their error is in another call from then on
         if out is None:
             out = torch.empty_like(x)
+        self.layer.check_metadata(x, topk_ids, topk_weights, out)
+        if self.layer.validate and bool(((topk_ids < -1) | (topk_ids >= self.spec.num_experts)).any()):
+            raise ValueError(f"topk_ids has values outside -1 … {self.spec.num_experts - 1}")
         ids = torch.where((topk_ids >= 0) & (topk_ids < self.spec.num_experts), topk_ids, -1)
-        self.ranks.begin_call()
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured(x, ids, topk_weights, out)
         else:
@@ -226,15 +232,16 @@ class ExpertParallel(nn.Module):
     def _agree_on_call(self, tokens: int, dtype: torch.dtype) -> tuple[list[int], bool]:
         """Return every rank's T and whether to use the all-gather form; raises where ranks are in different calls."""
         ranks = self.ranks
-        mine = torch.tensor([[tokens, ranks.calls, dtype.itemsize]], device=self.layer.device)
-        everyone = mine.new_empty(ranks.size, 3)
+        call = [ranks.calls, self._number, _DTYPES.index(dtype)]
+        mine = torch.tensor([[tokens, *call]], device=self.layer.device)
+        everyone = mine.new_empty(ranks.size, len(call) + 1)
         ranks.all_gather("tokens", everyone, mine, host=True)
         table: list[list[int]] = everyone.tolist()
-        for rank, (_, *call) in enumerate(table):
-            if call != [ranks.calls, dtype.itemsize]:
+        for rank, (_, *theirs) in enumerate(table):
+            if theirs != call:
                 raise ValueError(
-                    f"rank {rank} is in call {call[0]} with x of {call[1]} bytes a value, rank {ranks.rank} in call "
-                    f"{ranks.calls} with {dtype.itemsize}; all ranks must make the same calls in the same order"
+                    f"{_call_text(rank, theirs)}, {_call_text(ranks.rank, call)}; all ranks must make the same calls "
+                    "in the same order"
                 )
         counts = [row[0] for row in table]
         if self.form != "auto":
@@ -249,7 +256,7 @@ class ExpertParallel(nn.Module):
         """Return the rank of every expert after comparing what all ranks must have in common."""
         local = (self.spec.local_experts.start, self.spec.local_experts.stop)
         common = self.spec.to_dict() | {"local_experts": None, "backend": self.layer.backend.name}
-        common |= {"combine": self.combine, "form": self.form, "window": self.window}
+        common |= {"combine": self.combine, "form": self.form, "window": self.window, "layer": self._number}
         everyone = self.ranks.gather_objects((local, common))
         for rank, (_, theirs) in enumerate(everyone):
             for name, value in theirs.items():
@@ -280,21 +287,10 @@ class ExpertParallel(nn.Module):
             raise ValueError(f"window must be within 1 … {most} (max_tokens / ranks), got {window}")
         return window
 
-    def _check(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        slots = (x.shape[0], self.spec.top_k)
-        for name, tensor, shape in (
-            ("x", x, (x.shape[0], self.spec.hidden_size)),
-            ("topk_ids", topk_ids, slots),
-            ("topk_weights", topk_weights, slots),
-        ):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-            if tensor.device != self.layer.device:
-                raise ValueError(f"{name} is on {tensor.device}, the layer on {self.layer.device}")
-        if topk_weights.dtype != torch.float32:
-            raise TypeError(f"topk_weights is {topk_weights.dtype}, expected torch.float32")
-        if self.layer.validate and bool(((topk_ids < -1) | (topk_ids >= self.spec.num_experts)).any()):
-            raise ValueError(f"topk_ids has values outside -1 … {self.spec.num_experts - 1}")
+
+def _call_text(rank: int, call: list[int]) -> str:
+    count, layer, dtype = call
+    return f"rank {rank} is in call {count}, of layer {layer}, with x of {_DTYPES[dtype]}"
 
 
 def _rank_group(group: dist.ProcessGroup | RankGroup | None, device: torch.device, timeout: float | None) -> RankGroup:

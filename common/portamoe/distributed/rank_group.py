@@ -41,15 +41,20 @@ class RankGroup:
     collective operation. Close it, or let it go, before `destroy_process_group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, timeout: float | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device | str, *, timeout: float | None = None
+    ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be positive seconds, got {timeout}")
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the group")
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         members: Any = self.group
         backend = members._get_backend(device if _has_backend(self.group, device) else torch.device("cpu"))
@@ -57,6 +62,7 @@ class RankGroup:
         self.staged = device.type != "cpu" and self.backend == "gloo"
         self.timeout = backend.options._timeout.total_seconds() if timeout is None else timeout
         self.calls = 0
+        self._layers = 0
         self.records: list[StepRecord] | None = None
         self._broken: RankError | None = None
         prefix = self.gather_objects(uuid.uuid4().hex)[0]
@@ -73,6 +79,11 @@ class RankGroup:
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, value, group=self.group)
         return out
+
+    def add_layer(self) -> int:
+        """Return the number of a new layer: the same on all ranks that make their layers in the same order."""
+        self._layers += 1
+        return self._layers
 
     def begin_call(self) -> None:
         """Count a call; raises what broke the group before."""
