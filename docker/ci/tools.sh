@@ -92,7 +92,7 @@ arg() {
 # download_wheels PYTHON_VERSION: what the builds install, taken with the host's pip and its configuration.
 download_wheels() {
     local pip=("$WORK/tools/bin/pip" download --quiet --no-cache-dir --only-binary=:all: --python-version "$1")
-    local names=("$(arg cpu TORCH)" hatchling packaging safetensors tqdm nvidia-ml-py)
+    local names=("$(arg cpu TORCH)" numpy hatchling packaging safetensors tqdm nvidia-ml-py)
     "${pip[@]}" --dest "$WORK/wheels" "${names[@]}" >"$WORK/pip.log" 2>&1 ||
         "${pip[@]}" --dest "$WORK/wheels" --extra-index-url "$(arg cpu TORCH_INDEX_URL)" "${names[@]}" \
             >>"$WORK/pip.log" 2>&1 || {
