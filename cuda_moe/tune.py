@@ -147,7 +147,7 @@ class _Bench:
 
         from cuda_moe.calls import Call
         from cuda_moe.triton_fused import BACKEND
-        from portamoe.cli._measure import median_ms
+        from portamoe.gpu_timing import capture, median_ms
 
         spec, device = self.spec, self.device
         call = Call(self.prepared, tokens, BACKEND.default_max_local_rows(spec, tokens), torch.int32, plan)
@@ -167,12 +167,7 @@ class _Bench:
             for chosen in ids:
                 call.launch(x, chosen, weights, workspace, out)
 
-        calls()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            calls()
-        return median_ms(graph.replay) / REPLAYS * 1e3
+        return median_ms(capture(calls).replay) / REPLAYS * 1e3
 
 
 def random_weights(spec: MoESpec, device: torch.device) -> FusedWeights:

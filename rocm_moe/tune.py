@@ -224,9 +224,10 @@ class _Bench:
     def _replay_us(self, tokens: int, table: TileTable) -> float:
         import torch
 
+        from portamoe.gpu_timing import capture, median_ms
         from rocm_moe import unfused_call
         from rocm_moe.binaries import Binaries
-        from rocm_moe.evidence.limits import median_seconds
+        from rocm_moe.evidence.limits import REPEATS
 
         spec = self.spec
         prepared = replace(self.prepared, table=table, binaries=Binaries(self.arch, spec, table), calls={})
@@ -241,13 +242,12 @@ class _Bench:
         x = (random(tokens, spec.hidden_size) - 0.5).bfloat16()
         ids = random(tokens, spec.num_experts).topk(spec.top_k).indices.int()
         tensors = unfused_call.Tensors(x, ids, random(tokens, spec.top_k), torch.empty_like(x))
-        unfused_call.run(prepared, tensors, workspace, rows, {})
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def calls() -> None:
             for _ in range(REPLAYS):
                 unfused_call.run(prepared, tensors, workspace, rows, {})
-        return median_seconds(graph.replay) / REPLAYS * 1e6
+
+        return median_ms(capture(calls).replay, REPEATS) / REPLAYS * 1e3
 
 
 def faster(a: Trial, b: Trial) -> Trial:

@@ -8,10 +8,10 @@ for this device is evaluated again, so that one command turns `modelled` into `m
 from __future__ import annotations
 
 import datetime
-import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portamoe.gpu_timing import capture, median_ms
 from rocm_moe.evidence import clock_model, isa
 from rocm_moe.evidence.clock_model import MACHINES, Bound, Machine, Tile
 
@@ -333,14 +333,12 @@ class _Probe:
 
     def launch(self) -> float:
         """Return the seconds of a launch inside a graph."""
-        import torch
 
-        self.kernels.empty_kernel[(1,)](self.out)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        def launches() -> None:
             for _ in range(LAUNCHES):
                 self.kernels.empty_kernel[(1,)](self.out)
-        return median_seconds(graph.replay) / LAUNCHES
+
+        return median_seconds(capture(launches).replay) / LAUNCHES
 
     def dispatch(self) -> float:
         """Return the workgroups a clock that start and exit."""
@@ -356,17 +354,4 @@ def _float32() -> torch.dtype:
 
 def median_seconds(launch: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
     """Return the median seconds of `launch` on the current device after two runs; `before` runs outside the time."""
-    import torch
-
-    times = []
-    for turn in range(REPEATS + 2):
-        if before:
-            before()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        launch()
-        end.record()
-        end.synchronize()
-        if turn >= 2:
-            times.append(start.elapsed_time(end) / 1e3)
-    return float(statistics.median(times))
+    return median_ms(launch, REPEATS, before) / 1e3

@@ -17,6 +17,7 @@ from portamoe.acceptance.shares import GROUPS, Share
 from portamoe.activations import Activation, GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep
 from portamoe.alternatives import label
 from portamoe.canary import on_device, poisoned
+from portamoe.gpu_timing import capture
 from portamoe.layer import RoutedExperts
 from portamoe.spec import MoESpec
 from portamoe.testing import EDGE_CASES, Problem, Routing, assert_close, make_problem, tolerance_of
@@ -274,14 +275,7 @@ def _graph(subject: Subject, tokens: int) -> Outcome:
     layer.warm_up()
     static = [t.clone() for t in (problem.x, problem.topk_ids, problem.topk_weights)]
     out = torch.empty_like(problem.x)
-    side = torch.cuda.Stream(subject.where)
-    side.wait_stream(torch.cuda.current_stream(subject.where))
-    with torch.cuda.stream(side):
-        layer(*static, out=out)
-    torch.cuda.current_stream(subject.where).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer(*static, out=out)
+    graph = capture(lambda: layer(*static, out=out))
     detail = ""
     figures: dict[str, float] = {}
     for seed, routing in enumerate(("uniform", "one_expert", "none_local", "duplicates")):

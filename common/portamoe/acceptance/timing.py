@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from portamoe.checks import weight_bytes
+from portamoe.gpu_timing import capture
 from portamoe.testing import Problem, make_problem
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def _measure(subject: Subject, problem: Problem, times: tuple[int, ...], into: d
         for tokens in times:
             calls: list[Callable[[], object]] = [partial(layer, *part) for part in _parts(problem, tokens)]
             if graphs:
-                calls = [_captured(call).replay for call in calls]
+                calls = [capture(call).replay for call in calls]
+                for replay in calls:  # the first one loads the graph
+                    replay()
             into[tokens] = _microseconds(calls, subject.where), "graph" if graphs else "calls"
     return waited
 
@@ -103,16 +106,6 @@ def _turn(file: str | None) -> Iterator[None]:
     with Path(file).open("a", encoding="ascii") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield  # closing the file gives the lock back
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    return graph
 
 
 def that_fits(spec: MoESpec, device: Device) -> MoESpec:

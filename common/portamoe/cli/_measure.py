@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portamoe.activations import SiTU
+from portamoe.gpu_timing import capture, median_ms
 from portamoe.spec import GPT_OSS, KIMI_K3, MoESpec
 
 if TYPE_CHECKING:
@@ -62,21 +63,6 @@ class Timing:
     repeats: bool
 
 
-def median_ms(action: Callable[[], Any], runs: int = 10) -> float:
-    """Return the median milliseconds of `action` between two device events, after two that warm up."""
-    import torch
-
-    times = []
-    for _ in range(runs + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(statistics.median(times[2:]))
-
-
 def limits(device: torch.device) -> dict[str, float]:
     """Measure read and copy bandwidth (TB/s), a large bf16 matmul (TFLOP/s) and an empty kernel in a graph (µs)."""
     import torch
@@ -89,7 +75,12 @@ def limits(device: torch.device) -> dict[str, float]:
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul = 2 * MATMUL_SIZE**3 / median_ms(lambda: a @ b) / 1e9
     counter = torch.zeros(16, device=device)
-    graph = _captured([lambda: counter.add_(1)] * 64)
+
+    def count() -> None:
+        for _ in range(64):
+            counter.add_(1)
+
+    graph = capture(count)
     # A reduction reads at least as slowly as a copy; whichever is faster is nearer to the limit.
     return {
         "read_tbs": max(read, copy),
@@ -144,23 +135,6 @@ def floor_us(spec: MoESpec, sets: Sequence[Inputs], limit: dict[str, float]) -> 
     return (memory, "memory") if memory >= flops else (flops, "flops")
 
 
-def _captured(actions: Sequence[Callable[[], Any]]) -> Any:
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for action in actions:
-            action()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for action in actions:
-            action()
-    return graph
-
-
 def time_graph(call: Callable[..., torch.Tensor], sets: Sequence[Inputs]) -> Timing:
     """Time `call(x, topk_ids, topk_weights)` by replaying one graph that calls it once for every input set."""
     import torch
@@ -168,10 +142,10 @@ def time_graph(call: Callable[..., torch.Tensor], sets: Sequence[Inputs]) -> Tim
     eager = call(*sets[0]).clone()
     kept: list[torch.Tensor] = []
 
-    def action(inputs: Inputs) -> None:
-        kept.append(call(*inputs))
+    def action() -> None:
+        kept.extend(call(*inputs) for inputs in sets)
 
-    graph = _captured([lambda s=s: action(s) for s in sets])  # type: ignore[misc]
+    graph = capture(action)
     outputs = kept[-len(sets) :]
     first = median_ms(graph.replay, 1)
     replays = int(max(LEAST_REPLAYS, min(MOST_REPLAYS, BUDGET_MS / max(first, 1e-3))))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portamoe.cli import _measure
+from portamoe.gpu_timing import capture, median_ms
 
 if TYPE_CHECKING:
     import torch
@@ -164,11 +165,11 @@ def time_product(product: Product, sets: Sequence[Any], truth: torch.Tensor, bud
     import torch
 
     product(*sets[0])
-    graph = _measure._captured([lambda s=s: product(*s) for s in sets])  # type: ignore[misc]
+    graph = capture(lambda: [product(*s) for s in sets])
     sets[0][2].fill_(float("nan"))
-    once = _measure.median_ms(graph.replay, 1)
+    once = median_ms(graph.replay, 1)
     replays = int(max(5, min(40, budget_ms / max(once, 1e-3))))
-    us = _measure.median_ms(graph.replay, replays) * 1e3 / len(sets)
+    us = median_ms(graph.replay, replays) * 1e3 / len(sets)
     torch.cuda.synchronize()
     error = (sets[0][2].double() - truth).norm() / truth.norm()
     return us, float(error)
