@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cuda_moe.plan import SORT_TOKENS, SPREAD_TOKENS, Plan, make_plan, max_tiles, may_remain, plan_edges
+from portamoe.layouts import round_up
 
 if TYPE_CHECKING:
     from portamoe.spec import MoESpec
@@ -65,7 +66,7 @@ class _Packer:
 
     def add(self, name: str, size: int) -> None:
         self.offsets[name], self.sizes[name] = self.end, size
-        self.end += -(-size // ALIGN) * ALIGN
+        self.end += round_up(size, ALIGN)
 
 
 def _few(spec: MoESpec, tokens: int, plan: Plan) -> Regions:
@@ -113,12 +114,12 @@ def _sorted(spec: MoESpec, tokens: int, plan: Plan, max_local_rows: int) -> Regi
     offsets, sizes = dict(packer.offsets), dict(packer.sizes)
     rest_rows, end = 0, packer.end
     if remains:
-        begin = offsets["h"] + -(-partial // ALIGN) * ALIGN
+        begin = offsets["h"] + round_up(partial, ALIGN)
         end = max(end, begin + LEAST_ROWS * (h_row + y_row) + ALIGN)
         rest_rows = (end - begin - ALIGN) // (h_row + y_row)
         offsets["partial"], sizes["partial"] = offsets["h"], partial
         offsets["rest_h"], sizes["rest_h"] = begin, h_row * rest_rows
-        offsets["rest_y"] = begin + -(-h_row * rest_rows // ALIGN) * ALIGN
+        offsets["rest_y"] = begin + round_up(h_row * rest_rows, ALIGN)
         sizes["rest_y"] = y_row * rest_rows
     return Regions(offsets, sizes, end, rows, rest_rows)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from portamoe.layouts import round_up
 from rocm_moe.tiles import Cell, GemmTile, TileTable, expected_hits
 
 if TYPE_CHECKING:
@@ -128,11 +129,6 @@ class PlannedLaunch:
     variant: str
     grid: tuple[int, ...]
     window: int | None
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is not less than `value`."""
-    return -(-value // multiple) * multiple
 
 
 def default_max_local_rows(spec: MoESpec, max_tokens: int) -> int:

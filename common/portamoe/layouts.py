@@ -134,8 +134,8 @@ def pad_expert(weights: W, intermediate_multiple: int = 1, hidden_multiple: int 
     Returns `weights` itself where nothing is to do. Raises ValueError where a padded size cuts a block of scales.
     """
     form = _form(weights)
-    inter = _round_up("intermediate", form.intermediate_size, intermediate_multiple, form.block)
-    hidden = _round_up("hidden", form.hidden_size, hidden_multiple, form.block)
+    inter = _padded_size("intermediate", form.intermediate_size, intermediate_multiple, form.block)
+    hidden = _padded_size("hidden", form.hidden_size, hidden_multiple, form.block)
     if (inter, hidden) == (form.intermediate_size, form.hidden_size):
         return weights
     return _resized(weights, form, inter, hidden)
@@ -277,12 +277,17 @@ def _by_half(tensor: torch.Tensor, dim: int, change: Callable[[torch.Tensor], to
     return torch.cat((change(gate), change(up)), dim=dim)
 
 
-def _round_up(name: str, size: int, multiple: int, block: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not less than `value`."""
+    return -(-value // multiple) * multiple
+
+
+def _padded_size(name: str, size: int, multiple: int, block: int) -> int:
     if isinstance(multiple, bool) or not isinstance(multiple, int):
         raise TypeError(f"{name}_multiple must be an int, got {multiple!r}")
     if multiple < 1:
         raise ValueError(f"{name}_multiple must be at least 1, got {multiple}")
-    padded = -(-size // multiple) * multiple
+    padded = round_up(size, multiple)
     if padded % block:
         raise ValueError(
             f"{name} size {size} padded to a multiple of {multiple} is {padded}, which cuts a block of {block}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cuda_moe.flashinfer import checks
 from cuda_moe.flashinfer.call import FlashInferEnvironmentError, Handle, load
 from cuda_moe.flashinfer.support import Mode, support
+from portamoe.layouts import round_up
 from portamoe.token_windows import tokens_per_window, warm_up_by_running
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ class FlashInferBackend:
         mode = support().mode_for(self.table, spec)
         if mode is None:
             return 0
-        hidden = _round_up(spec.hidden_size, mode.hidden_multiple)
-        inter = _round_up(spec.intermediate_size, mode.intermediate_multiple)
+        hidden = round_up(spec.hidden_size, mode.hidden_multiple)
+        inter = round_up(spec.intermediate_size, mode.intermediate_multiple)
         return spec.num_local_experts * 3 * hidden * inter * (mode.block + 2) // (2 * mode.block)
 
     def prepare(
@@ -183,7 +184,7 @@ class FlashInferBackend:
         layout = self.layout(spec)
         if not layout.hidden_pad:
             return 0
-        return 2 * _round_up(tokens_per_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
+        return 2 * round_up(tokens_per_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
 
     def warm_up(self, prepared: FlashInferWeights, max_tokens: int, max_local_rows: int) -> WarmUpReport:
         """Run every power of two of tokens up to `max_tokens`; `binaries` counts the runs, FlashInfer says no more."""
@@ -254,7 +255,7 @@ def _padded(
     if not layout.hidden_pad:
         return x, out
     tokens, width = x.shape[0], layout.hidden_padded
-    size = _round_up(tokens * width * 2, ALIGNMENT)
+    size = round_up(tokens * width * 2, ALIGNMENT)
     if workspace.numel() < 2 * size:
         raise ValueError(f"workspace has {workspace.numel()} bytes, {tokens} tokens need {2 * size}")
     wide, result = (
@@ -263,7 +264,3 @@ def _padded(
     wide[:, : layout.hidden].copy_(x)
     wide[:, layout.hidden :].zero_()
     return wide, result
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from portamoe.layouts import LaidOut, Layout, arrange, pad_expert, unpad_expert
+from portamoe.layouts import LaidOut, Layout, arrange, pad_expert, round_up, unpad_expert
 from portamoe.weights import Expert
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def layout_for(mode: Mode, hidden: int, intermediate: int) -> FlashInferLayout:
         mode.block,
         hidden,
         intermediate,
-        _round_up(hidden, mode.hidden_multiple),
-        _round_up(intermediate, mode.intermediate_multiple),
+        round_up(hidden, mode.hidden_multiple),
+        round_up(intermediate, mode.intermediate_multiple),
     )
 
 
@@ -203,7 +203,3 @@ def _matrix(tensor: torch.Tensor, rows: int, columns: int) -> tuple[int, int]:
             f"shape {tuple(tensor.shape)} does not fit: rows come in multiples of {rows}, columns of {columns}"
         )
     return int(tensor.shape[0]), int(tensor.shape[1])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

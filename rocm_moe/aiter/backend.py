@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from portamoe.activations import SiTU
 from portamoe.decision import Reason
+from portamoe.layouts import round_up
 from portamoe.token_windows import tokens_per_window, warm_up_by_running
 from rocm_moe.aiter import call
 from rocm_moe.aiter.checks import REMEDY, aiter_reasons, arch_and_activation_reasons, floor_for, host_reasons
@@ -152,7 +153,7 @@ class AiterBackend:
         _, layout = mode_and_layout(spec)
         if not layout.hidden_pad:
             return 0
-        return _round_up(tokens_per_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
+        return round_up(tokens_per_window(spec, max_tokens, max_local_rows) * layout.hidden_padded * 2, ALIGNMENT)
 
     def warm_up(self, prepared: AiterWeights, max_tokens: int, max_local_rows: int) -> WarmUpReport:
         """Run every power of two of tokens up to `max_tokens`: AITER chooses its kernels by such buckets.
@@ -265,9 +266,9 @@ def prepared_bytes(spec: MoESpec) -> int:
     mode = support().mode_for(spec.activation_format)
     if mode is None:
         return 0
-    hidden = _round_up(spec.hidden_size, mode.hidden_multiple)
-    inter = _round_up(spec.intermediate_size, mode.intermediate_multiple)
-    scales = 2 * inter * _round_up(hidden // 32, 8) + hidden * _round_up(inter // 32, 8)
+    hidden = round_up(spec.hidden_size, mode.hidden_multiple)
+    inter = round_up(spec.intermediate_size, mode.intermediate_multiple)
+    scales = 2 * inter * round_up(hidden // 32, 8) + hidden * round_up(inter // 32, 8)
     return spec.num_local_experts * (3 * hidden * inter // 2 + scales)
 
 
@@ -288,10 +289,6 @@ def _uint8() -> torch.dtype:
     import torch
 
     return torch.uint8
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 BACKEND = AiterBackend()

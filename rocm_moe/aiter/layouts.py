@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from portamoe.layouts import round_up
 from portamoe.weights import Expert
 
 #: Rows of a weight tile; gate and up alternate in blocks of as many rows in interleaved layouts.
@@ -59,8 +60,8 @@ class AiterLayout:
         return {
             "w13": (rows, hidden // 2),
             "w2": (hidden, self.intermediate_padded // 2),
-            "w13_scale": (rows, _round_up(hidden // 32, SCALE_TILE[1])),
-            "w2_scale": (hidden, _round_up(self.intermediate_padded // 32, SCALE_TILE[1])),
+            "w13_scale": (rows, round_up(hidden // 32, SCALE_TILE[1])),
+            "w2_scale": (hidden, round_up(self.intermediate_padded // 32, SCALE_TILE[1])),
         }
 
     @property
@@ -76,8 +77,8 @@ def layout_for(
     return AiterLayout(
         hidden,
         intermediate,
-        _round_up(hidden, hidden_multiple),
-        _round_up(intermediate, intermediate_multiple),
+        round_up(hidden, hidden_multiple),
+        round_up(intermediate, intermediate_multiple),
         interleaved,
     )
 
@@ -100,7 +101,7 @@ def shuffle_scale(scale: torch.Tensor) -> torch.Tensor:
     """Return (R, C) uint8 scales as (R, C rounded up to 8), the added columns 0x7F; R a multiple of 32."""
     height, width = SCALE_TILE
     if scale.dim() == 2 and scale.shape[1] % width:
-        scale = _pad(scale, scale.shape[0], _round_up(scale.shape[1], width), SCALE_ONE)
+        scale = _pad(scale, scale.shape[0], round_up(scale.shape[1], width), SCALE_ONE)
     rows, columns = _matrix(scale, height, width, "scale")
     tiles = scale.reshape(rows // height, 2, 16, columns // width, 2, 4)
     return tiles.permute(0, 3, 5, 2, 4, 1).reshape(rows, columns)
@@ -201,7 +202,3 @@ def _matrix(tensor: torch.Tensor, rows: int, columns: int, name: str) -> tuple[i
             f"{name} has shape {tuple(tensor.shape)}; needs rows in multiples of {rows} and columns of {columns}"
         )
     return int(tensor.shape[0]), int(tensor.shape[1])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
