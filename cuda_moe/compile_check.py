@@ -11,7 +11,9 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from portamoe.spec import GPT_OSS, KIMI_K3, MoESpec
 
@@ -74,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
                 rows = check_target(capability, SPECS[name], tokens, args.batch_invariant, args.rest)
                 sys.stdout.write(json.dumps(rows) + "\n")
                 continue
-            failed |= _report(capability, name, _child(capability, name, args))
+            child = _child(capability, name, args)
+            failed |= report(f"sm_{capability} {name}", child, lambda row: f"{row['kernel']} at {row['tokens']} tokens")
     return int(failed)
 
 
@@ -85,17 +88,22 @@ def _child(capability: int, name: str, args: argparse.Namespace) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _report(capability: int, name: str, child: subprocess.CompletedProcess[str]) -> bool:
-    """Print one target's outcome and return whether something is wrong."""
+def report(what: str, child: subprocess.CompletedProcess[str], kernel: Callable[[Any], str]) -> bool:
+    """Print the outcome of one target's process and return whether something is wrong.
+
+    what:    "sm_90 gpt-oss"
+    child:   its last line are rows as JSON, each with registers and problems
+    kernel:  the name of a row's kernel
+    """
     if child.returncode:
-        sys.stdout.write(f"sm_{capability} {name}: exit status {child.returncode}\n{child.stderr[-2000:]}\n")
+        sys.stdout.write(f"{what}: exit status {child.returncode}\n{child.stderr[-2000:]}\n")
         return True
     rows = json.loads(child.stdout.splitlines()[-1])
     wrong = [(row, problem) for row in rows for problem in row["problems"]]
     most = max(row["registers"] for row in rows)
-    sys.stdout.write(f"sm_{capability} {name}: {len(rows)} kernels compiled, at most {most} registers\n")
+    sys.stdout.write(f"{what}: {len(rows)} kernels compiled, at most {most} registers\n")
     for row, problem in wrong:
-        sys.stdout.write(f"  {row['kernel']} at {row['tokens']} tokens: {problem}\n")
+        sys.stdout.write(f"  {kernel(row)}: {problem}\n")
     return bool(wrong)
 
 

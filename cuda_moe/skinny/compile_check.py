@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 from cuda_moe import sass
+from cuda_moe.compile_check import report
 from cuda_moe.skinny import launch
 from cuda_moe.skinny.parameters import TritonFragments, TritonGemv, TritonMma, TritonTile
 from cuda_moe.skinny.plan import load_plan
@@ -81,7 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.in_process:
             sys.stdout.write(json.dumps(check_target(capability, args.everything)) + "\n")
         else:
-            failed |= _report(capability, _child(capability, args.everything))
+            child = _child(capability, args.everything)
+            failed |= report(f"sm_{capability}", child, lambda row: f"{row['kernel']} {row['variant']}")
     return int(failed)
 
 
@@ -89,20 +91,6 @@ def _child(capability: int, everything: bool) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", "cuda_moe.skinny.compile_check", "--in-process", "--targets", str(capability)]
     command += ["--everything"] * everything
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
-
-
-def _report(capability: int, child: subprocess.CompletedProcess[str]) -> bool:
-    """Print one target's outcome and return whether something is wrong."""
-    if child.returncode:
-        sys.stdout.write(f"sm_{capability}: exit status {child.returncode}\n{child.stderr[-2000:]}\n")
-        return True
-    rows = json.loads(child.stdout.splitlines()[-1])
-    wrong = [(row, problem) for row in rows for problem in row["problems"]]
-    most = max(row["registers"] for row in rows)
-    sys.stdout.write(f"sm_{capability}: {len(rows)} kernels compiled, at most {most} registers\n")
-    for row, problem in wrong:
-        sys.stdout.write(f"  {row['kernel']} {row['variant']}: {problem}\n")
-    return bool(wrong)
 
 
 if __name__ == "__main__":
