@@ -17,6 +17,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,17 @@ def _mfma(clocks16: int, names16: tuple[str, ...], names32: tuple[str, ...]) -> 
     return MappingProxyType(dict.fromkeys(names16, clocks16) | dict.fromkeys(names32, 2 * clocks16))
 
 
+_rdna = partial(
+    Machine,
+    wave=32,
+    simds=2,
+    valu_clocks=1.0,
+    packed_fma_clocks=1.0,
+    perm_clocks=1.0,
+    vgprs=1536,
+    vgpr_granule=24,
+    max_waves=16,
+)
 _WMMA = ("v_wmma_f32_16x16x16_bf16", "v_wmma_f32_16x16x16_f16")
 
 #: gfx90a: one GCD of MI250X (rocm.docs.amd.com gpu-specs: 110 CU; mi250: 1.6 TB/s). gfx942: MI300X. gfx950: MI355X.
@@ -111,33 +123,17 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
             ),
             lds_bytes=163840,
         ),
-        "gfx1100": Machine(
+        "gfx1100": _rdna(
             compute_units=96,
             clock_hz=2.5e9,
             hbm_bytes_s=0.96e12,
             matrix_clocks=dict.fromkeys(_WMMA, 32),
-            wave=32,
-            simds=2,
-            valu_clocks=1.0,
-            packed_fma_clocks=1.0,
-            perm_clocks=1.0,
-            vgprs=1536,
-            vgpr_granule=24,
-            max_waves=16,
         ),
-        "gfx1201": Machine(
+        "gfx1201": _rdna(
             compute_units=64,
             clock_hz=2.97e9,
             hbm_bytes_s=0.64e12,
             matrix_clocks=dict.fromkeys(_WMMA, 16),
-            wave=32,
-            simds=2,
-            valu_clocks=1.0,
-            packed_fma_clocks=1.0,
-            perm_clocks=1.0,
-            vgprs=1536,
-            vgpr_granule=24,
-            max_waves=16,
         ),
     }
 )
