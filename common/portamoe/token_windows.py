@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from portamoe.backend import WarmUpReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 def tokens_per_window(spec: MoESpec, tokens: int, max_local_rows: int) -> int:
     """Return how many of `tokens` tokens one call of the library takes."""
     return min(tokens, max(1, max_local_rows // spec.top_k))
+
+
+def windows(spec: MoESpec, tokens: int, max_local_rows: int) -> Iterator[slice]:
+    """Yield the tokens of each call of the library, in order; none for no tokens."""
+    window = tokens_per_window(spec, tokens, max_local_rows)
+    for start in range(0, tokens, max(window, 1)):
+        yield slice(start, start + window)
 
 
 def warm_up_by_running(

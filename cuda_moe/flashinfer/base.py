@@ -15,7 +15,7 @@ from cuda_moe.flashinfer import checks
 from cuda_moe.flashinfer.call import FlashInferEnvironmentError, Handle, load
 from cuda_moe.flashinfer.support import Mode, support
 from portamoe.layouts import round_up
-from portamoe.token_windows import tokens_per_window, warm_up_by_running
+from portamoe.token_windows import tokens_per_window, warm_up_by_running, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,9 +218,7 @@ class FlashInferBackend:
         if not isinstance(prepared, FlashInferWeights) or prepared.backend != self.table:
             have = getattr(prepared, "backend", type(prepared).__name__)
             raise TypeError(f"{self.name} needs weights from its own prepare, got those of {have}")
-        window = tokens_per_window(prepared.spec, x.shape[0], max_local_rows)
-        for start in range(0, x.shape[0], max(window, 1)):
-            rows = slice(start, start + window)
+        for rows in windows(prepared.spec, x.shape[0], max_local_rows):
             wide_x, wide_out = _padded(x[rows], out[rows], prepared.layout, workspace)
             self._call(prepared, wide_x, topk_ids[rows], topk_weights[rows], wide_out)
             if prepared.layout.hidden_pad:

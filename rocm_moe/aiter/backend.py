@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from portamoe.activations import SiTU
 from portamoe.decision import Reason
 from portamoe.layouts import round_up
-from portamoe.token_windows import tokens_per_window, warm_up_by_running
+from portamoe.token_windows import tokens_per_window, warm_up_by_running, windows
 from rocm_moe.aiter import call
 from rocm_moe.aiter.checks import REMEDY, aiter_reasons, arch_and_activation_reasons, floor_for, host_reasons
 from rocm_moe.aiter.support import Mode, support
@@ -190,9 +190,7 @@ class AiterBackend:
             raise TypeError(f"aiter has no hooks, got {', '.join(hooks)}; use triton_unfused")
         if not isinstance(prepared, AiterWeights):
             raise TypeError(f"aiter needs AiterWeights from its own prepare, got {type(prepared).__name__}")
-        window = tokens_per_window(prepared.spec, x.shape[0], max_local_rows)
-        for start in range(0, x.shape[0], max(window, 1)):
-            rows = slice(start, start + window)
+        for rows in windows(prepared.spec, x.shape[0], max_local_rows):
             _forward_window(prepared, x[rows], topk_ids[rows], topk_weights[rows], workspace, out[rows])
 
 
