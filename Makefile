@@ -37,7 +37,7 @@ test-containers:
 
 # Compares the adapters with the real FlashInfer, the pinned release and the newest, in an environment of their own.
 test-flashinfer: env-test
-	$(BIN)/python tests/flashinfer/contract/environment.py 0.7.2.post1 newest
+	$(BIN)/python -m tests.flashinfer.contract.environment 0.7.2.post1 newest
 
 # Compiles FlashInfer's CuteDSL kernel with SiTU for SM100, SM103 and SM107 after that; minutes, no GPU, not in CI.
 test-flashinfer-kernels: test-flashinfer
@@ -45,11 +45,11 @@ test-flashinfer-kernels: test-flashinfer
 
 # Compiles the CuteDSL kernels for SM90, SM100, SM103 and SM107 in an environment of their own; no GPU.
 test-cute: env-test
-	$(BIN)/python tests/skinny/cute_contract/environment.py
+	$(BIN)/python -m tests.skinny.cute_contract.environment
 
 # Compares the plug-in with the real vLLM, the newest or VLLM=<version>, in an environment of its own.
 test-vllm: env-test
-	$(BIN)/python tests/vllm/contract/environment.py $(VLLM)
+	$(BIN)/python -m tests.vllm.contract.environment $(VLLM)
 
 lint: env-dev
 	$(BIN)/ruff check .

@@ -1,22 +1,19 @@
 """Make an environment with CuteDSL beside the test environment, and compile the CuteDSL kernels in it; needs no GPU.
 
-    python tests/skinny/cute_contract/environment.py            # runs under the test environment's Python
+    python -m tests.skinny.cute_contract.environment            # runs under the test environment's Python
 
-The environment lies in that of the calling Python and sees its torch, Triton and pytest through a path file, so that
-only CuteDSL and two small packages are fetched. PORTAMOE_CUTE_VENV names another place.
+PORTAMOE_CUTE_VENV names another place. See tests/contract_environment.py.
 """
 
 import os
 import subprocess
 import sys
-import sysconfig
 import time
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.contract_environment import ROOT, create, install
+
 FOLDER = Path(os.environ.get("PORTAMOE_CUTE_VENV") or Path(sys.prefix) / "cute")
-PYTHON = FOLDER / "bin" / "python"
 VERSION = "4.8.1"
 #: The distribution itself would also pull the libraries for CUDA 12; these are all that compiling takes.
 NEEDED = (
@@ -34,22 +31,12 @@ NEEDED = (
 def main() -> int:
     """Install what is missing and run the tests; their exit status."""
     started = time.monotonic()
-    create()
-    command = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", *NEEDED]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    python = create(FOLDER)
+    install(python, *NEEDED)
     sys.stderr.write(f"cute: CuteDSL {VERSION} installed after {time.monotonic() - started:.0f} s\n")
-    tests = [PYTHON, "-m", "pytest", "-q", "tests/skinny/cute_contract"]
+    tests = [python, "-m", "pytest", "-q", "tests/skinny/cute_contract"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
-
-
-def create() -> None:
-    """Create the environment and let it see the calling Python's packages."""
-    if not PYTHON.exists():
-        venv.create(FOLDER, with_pip=True, clear=True)
-    purelib = Path(sysconfig.get_path("purelib", vars={"base": str(FOLDER), "platbase": str(FOLDER)}))
-    seen = [p for p in sys.path if p and Path(p).name in {"site-packages", "dist-packages"}]
-    (purelib / "inherited.pth").write_text("".join(f"{folder}\n" for folder in seen))
 
 
 if __name__ == "__main__":
