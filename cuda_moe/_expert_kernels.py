@@ -6,13 +6,16 @@ sizes from an estimate; combine sums it. rest, one launch, takes the remaining t
 """
 
 # I is the letter of the field; constexpr branches must stay statements of their own.
-# ruff: noqa: E741
+# ruff: noqa: E741, SIM102
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from cuda_moe import plan
 from cuda_moe._tile_kernels import down_result, gate_up_result, narrow_product, wide_product
+
+MOST_WIDTHS = tl.constexpr(plan.MOST_WIDTHS)
 
 
 @triton.jit
@@ -124,58 +127,55 @@ def _facts(tile_expert, tile_row, tile_count, tile):
 
 @triton.jit
 def _gate_up_tile(x, codes, scales, factor, bias, h, row_token, facts, base, block,
-                  H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr,
-                  B1: tl.constexpr, B2: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-                  FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr,
-                  X_PERMUTED: tl.constexpr, H_NATURAL: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-                  P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr):  # fmt: skip
-    """One tile: BA, BA + B1 or BA + B2 columns, the least that holds the tile's rows."""
+                  H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BASES: tl.constexpr,
+                  WIDTHS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+                  WIDE: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr,
+                  WAIT: tl.constexpr, X_PERMUTED: tl.constexpr, H_NATURAL: tl.constexpr, BIAS: tl.constexpr,
+                  ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr):  # fmt: skip
+    """One tile: of the widths that ascend in the bytes of WIDTHS the least that holds its rows.
+
+    Byte i of BASES is the greatest power of two in byte i of WIDTHS; one product has that width, a second one the rest.
+    """
     e, r0, count = facts
     if not WIDE:
-        _narrow_gate_up(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I, HS, MT, BA,
-                        UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2)  # fmt: skip
-    elif B2 == 0 or count <= BA:
-        _wide_gate_up_part(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I, HS, MT, BA,
-                           0, UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT,
-                           P0, P1, P2)  # fmt: skip
-    elif count <= BA + B1:
-        _wide_gate_up_part(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I, HS, MT, BA,
-                           B1, UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT,
-                           P0, P1, P2)  # fmt: skip
+        _narrow_gate_up(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I, HS, MT,
+                        WIDTHS & 255, UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, BIAS, ACT, P0, P1, P2)  # fmt: skip
     else:
-        _wide_gate_up_part(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I, HS, MT, BA,
-                           B2, UNROLL, STAGES, FORMAT, DECODE, MMA_ORDER, WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT,
-                           P0, P1, P2)  # fmt: skip
+        for i in tl.static_range(MOST_WIDTHS):
+            if WIDTHS >> 8 * i > 0:
+                if (count > (WIDTHS >> 8 * i - 8 & 255 if i > 0 else 0)) & (count <= (WIDTHS >> 8 * i & 255)):
+                    _wide_gate_up_part(x, codes, scales, factor, bias, h, row_token, e, r0, count, base, block, H, I,
+                                       HS, MT, BASES >> 8 * i & 255, WIDTHS - BASES >> 8 * i & 255, UNROLL, STAGES,
+                                       FORMAT, DECODE, MMA_ORDER, WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1,
+                                       P2)  # fmt: skip
 
 
 @triton.jit
 def _down_tile(h, codes, scales, factor, bias, y, facts, base, block,
-               H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr,
-               B1: tl.constexpr, B2: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-               FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr,
-               BIAS: tl.constexpr):  # fmt: skip
+               H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BASES: tl.constexpr,
+               WIDTHS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+               WIDE: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr,
+               WAIT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     e, r0, count = facts
     if not WIDE:
-        _narrow_down(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT, BA, UNROLL, STAGES,
-                     FORMAT, DECODE, MMA_ORDER, BIAS)  # fmt: skip
-    elif B2 == 0 or count <= BA:
-        _wide_down_part(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT, BA, 0, UNROLL,
-                        STAGES, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
-    elif count <= BA + B1:
-        _wide_down_part(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT, BA, B1, UNROLL,
-                        STAGES, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
+        _narrow_down(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT, WIDTHS & 255, UNROLL,
+                     STAGES, FORMAT, DECODE, MMA_ORDER, BIAS)  # fmt: skip
     else:
-        _wide_down_part(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT, BA, B2, UNROLL,
-                        STAGES, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
+        for i in tl.static_range(MOST_WIDTHS):
+            if WIDTHS >> 8 * i > 0:
+                if (count > (WIDTHS >> 8 * i - 8 & 255 if i > 0 else 0)) & (count <= (WIDTHS >> 8 * i & 255)):
+                    _wide_down_part(h, codes, scales, factor, bias, y, e, r0, count, base, block, H, I, HS, MT,
+                                    BASES >> 8 * i & 255, WIDTHS - BASES >> 8 * i & 255, UNROLL, STAGES, FORMAT,
+                                    DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
 
 
 @triton.jit
 def gate_up_kernel(x, codes, scales, factor, bias, h, row_token, tile_expert, tile_row, tile_count, meta,
-                   H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr,
-                   B1: tl.constexpr, B2: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-                   FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr,
-                   X_PERMUTED: tl.constexpr, H_NATURAL: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-                   P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+                   H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BASES: tl.constexpr,
+                   WIDTHS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+                   WIDE: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr,
+                   WAIT: tl.constexpr, X_PERMUTED: tl.constexpr, H_NATURAL: tl.constexpr, BIAS: tl.constexpr,
+                   ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
                    LOOP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """H = activation(w13 · x) of the first window; grid (blocks of 16 * MT rows, tile slots).
 
@@ -191,20 +191,20 @@ def gate_up_kernel(x, codes, scales, factor, bias, h, row_token, tile_expert, ti
         facts = _facts(tile_expert, tile_row, tile_count, tile)
         if tile < tiles:
             _gate_up_tile(x, codes, scales, factor, bias, h, row_token, facts, 0,
-                          block, H, I, HS, MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT,
-                          X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
+                          block, H, I, HS, MT, BASES, WIDTHS, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER,
+                          WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
     else:
         for more in tl.range(tile, tiles, tl.num_programs(1), num_stages=1):
             _gate_up_tile(x, codes, scales, factor, bias, h, row_token,
                           _facts(tile_expert, tile_row, tile_count, more), 0,
-                          block, H, I, HS, MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT,
-                          X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
+                          block, H, I, HS, MT, BASES, WIDTHS, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER,
+                          WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
 
 
 @triton.jit
 def down_kernel(h, codes, scales, factor, bias, y, tile_expert, tile_row, tile_count, meta, H: tl.constexpr,
-                I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BA: tl.constexpr, B1: tl.constexpr,
-                B2: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+                I: tl.constexpr, HS: tl.constexpr, MT: tl.constexpr, BASES: tl.constexpr, WIDTHS: tl.constexpr,
+                UNROLL: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
                 FORMAT: tl.constexpr, DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr,
                 BIAS: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Y = w2 · h of the first window, bf16 rows; grid (blocks of 16 * MT rows of w2, tile slots)."""
@@ -217,12 +217,12 @@ def down_kernel(h, codes, scales, factor, bias, y, tile_expert, tile_row, tile_c
         facts = _facts(tile_expert, tile_row, tile_count, tile)
         if tile < tiles:
             _down_tile(h, codes, scales, factor, bias, y, facts, 0, block, H, I, HS,
-                       MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
+                       MT, BASES, WIDTHS, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
     else:
         for more in tl.range(tile, tiles, tl.num_programs(1), num_stages=1):
             _down_tile(h, codes, scales, factor, bias, y, _facts(tile_expert, tile_row, tile_count, more), 0, block,
                        H, I, HS,
-                       MT, BA, B1, B2, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
+                       MT, BASES, WIDTHS, UNROLL, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER, WAIT, BIAS)  # fmt: skip
 
 
 @triton.jit
@@ -312,11 +312,11 @@ def _window_end(tile_row, tile_count, first, tiles, limit):
 def rest_kernel(x, codes1, scales1, factor1, bias1, codes2, scales2, factor2, bias2, h, y, low_half, out, row_token,
                 token_row, token_weight, token_rows, tile_expert, tile_row, tile_count, meta, tokens, capacity,
                 H: tl.constexpr, I: tl.constexpr, HS: tl.constexpr, MT1: tl.constexpr, MT2: tl.constexpr,
-                BA: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, UNROLL1: tl.constexpr, UNROLL2: tl.constexpr,
-                STAGES: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, DECODE: tl.constexpr,
-                MMA_ORDER: tl.constexpr, WAIT: tl.constexpr, X_PERMUTED: tl.constexpr, H_NATURAL: tl.constexpr,
-                BIAS: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-                TOPK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                BASES: tl.constexpr, WIDTHS: tl.constexpr, UNROLL1: tl.constexpr,
+                UNROLL2: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
+                DECODE: tl.constexpr, MMA_ORDER: tl.constexpr, WAIT: tl.constexpr, X_PERMUTED: tl.constexpr,
+                H_NATURAL: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
+                P2: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """All windows behind the first, `capacity` rows each; a cooperative launch, over at once if there are none."""
     tiles = tl.load(meta)
     first = tl.load(meta + 1)
@@ -331,14 +331,14 @@ def rest_kernel(x, codes1, scales1, factor1, bias1, codes2, scales2, factor2, bi
         for work in tl.range(tl.program_id(0), (end - first) * NB1, programs, num_stages=1):
             _gate_up_tile(x, codes1, scales1, factor1, bias1, h, row_token,
                           _facts(tile_expert, tile_row, tile_count, first + work // NB1), base,
-                          work % NB1, H, I, HS, MT1, BA, B1, B2, UNROLL1, STAGES, WIDE,
+                          work % NB1, H, I, HS, MT1, BASES, WIDTHS, UNROLL1, STAGES, WIDE,
                           FORMAT, DECODE, MMA_ORDER, WAIT, X_PERMUTED, H_NATURAL, BIAS, ACT, P0, P1, P2)  # fmt: skip
         arrived += programs
         _grid_barrier(meta + 4, arrived)
         for work in tl.range(tl.program_id(0), (end - first) * NB2, programs, num_stages=1):
             _down_tile(h, codes2, scales2, factor2, bias2, y,
                        _facts(tile_expert, tile_row, tile_count, first + work // NB2), base,
-                       work % NB2, H, I, HS, MT2, BA, B1, B2, UNROLL2, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER,
+                       work % NB2, H, I, HS, MT2, BASES, WIDTHS, UNROLL2, STAGES, WIDE, FORMAT, DECODE, MMA_ORDER,
                        WAIT, BIAS)  # fmt: skip
         arrived += programs
         _grid_barrier(meta + 4, arrived)

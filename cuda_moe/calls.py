@@ -92,10 +92,13 @@ class Kernels:
         }
 
     def _wide(self) -> dict[str, Any]:
-        a, b1, b2 = self.plan.columns
         lane_order = self.lane_order and not self.natural
         wait = self.plan.wide and self.hopper and self.spec.weight_format == "mxfp4"
-        return {"BA": a, "B1": b1, "B2": b2, "WIDE": self.plan.wide, "MMA_ORDER": lane_order, "WAIT": wait}
+        bases, widths = 0, 0
+        for i, width in enumerate(self.plan.columns):
+            bases |= 1 << width.bit_length() - 1 + 8 * i
+            widths |= width << 8 * i
+        return {"BASES": bases, "WIDTHS": widths, "WIDE": self.plan.wide, "MMA_ORDER": lane_order, "WAIT": wait}
 
     def count(self) -> KernelSource:
         """First launch of the sort."""

@@ -30,6 +30,9 @@ DIRECT_PAIRS = 64
 PAIR_TOKENS = 4
 #: Most tiles over expected ones up to which the grid provides for all.
 NEAR_WORST = 1.4
+#: Widths of one entry's tiles, and what bounds a width: they are handed to the kernels as bytes.
+MOST_WIDTHS = 6
+MOST_COLUMNS = 256
 #: Tokens that one block of the sort ranks: two words of bits per expert.
 SORT_TOKENS = 64
 #: Tokens up to which the sort's second launch takes programs of a quarter block.
@@ -60,7 +63,7 @@ class Tile:
 class Plan:
     """What one call launches.
 
-    columns:  tokens of a tile: (a, 0, 0), or a, a + b1 or a + b2, whatever holds the tile's rows
+    columns:  tokens of a tile: the least of these ascending widths that holds its rows
     wide:     composite tiles with wgmma where the GPU has it; else narrow ones with mma.sync
     loop:     programs go on to further tiles; else what exceeds the slots is left to the rest kernel
     slots:    tiles that the grid provides for, an estimate from the sizes alone
@@ -69,7 +72,7 @@ class Plan:
     path: Path
     gate_up: Tile
     down: Tile
-    columns: tuple[int, int, int]
+    columns: tuple[int, ...]
     wide: bool
     loop: bool
     slots: int
@@ -78,7 +81,7 @@ class Plan:
     @property
     def widest(self) -> int:
         """Most rows of one tile."""
-        return self.columns[0] + self.columns[2]
+        return self.columns[-1]
 
 
 @functools.lru_cache(maxsize=16)
@@ -133,14 +136,14 @@ def plan_of(table: dict[str, Any], spec: MoESpec, tokens: int, capability: int) 
     if spec.weight_format == "bf16":
         gate_up, down = _whole_k(gate_up), _whole_k(down)
     gate_up, down = _divisible(gate_up, spec.hidden_size), _divisible(down, spec.intermediate_size)
-    columns = tuple(entry["columns"])
+    columns = _columns(entry["columns"])
     if path != "sorted":
         if gate_up.slices != down.slices:
             gate_up, down = _whole_k(gate_up, gate_up.unroll), _whole_k(down, down.unroll)
-        columns = (columns[0] // gate_up.slices, 0, 0)  # parts of K take columns of the instruction
+        columns = (columns[0] // gate_up.slices,)  # parts of K take columns of the instruction
     wide, may_loop = entry.get("wide", False), path != "sorted" or entry.get("loop", False)
-    slots = _slots(spec, tokens, path, columns[0] + columns[2], wide, may_loop)
-    most = _most_slots(spec, tokens, path, columns[0] + columns[2])
+    slots = _slots(spec, tokens, path, columns[-1], wide, may_loop)
+    most = _most_slots(spec, tokens, path, columns[-1])
     loop = slots < most and may_loop
     return Plan(
         path=path,
@@ -152,6 +155,18 @@ def plan_of(table: dict[str, Any], spec: MoESpec, tokens: int, capability: int) 
         slots=slots,
         pdl=entry.get("pdl", False) and capability >= 90,
     )
+
+
+def _columns(widths: list[int]) -> tuple[int, ...]:
+    """Return the widths of an entry; each must be a power of two or the sum of two, as products have powers of two."""
+    columns = tuple(widths)
+    valid = all(width % 8 == 0 and width.bit_count() <= 2 and 0 < width < MOST_COLUMNS for width in columns)
+    if not valid or not 0 < len(columns) <= MOST_WIDTHS or columns != tuple(sorted(set(columns))):
+        raise ValueError(
+            f"columns are {widths}, expected 1 to {MOST_WIDTHS} ascending multiples of 8 below {MOST_COLUMNS}, each a "
+            "power of two or the sum of two; make a table with portamoe bench --tune"
+        )
+    return columns
 
 
 def _few_path(spec: MoESpec, tokens: int) -> Path:

@@ -22,6 +22,7 @@ import torch  # noqa: E402
 
 from cuda_moe import prepared as prepared_module  # noqa: E402
 from cuda_moe import triton_compat  # noqa: E402
+from cuda_moe.plan import make_plan, tuned  # noqa: E402
 from cuda_moe.triton_fused import BACKEND, BATCH_INVARIANT  # noqa: E402
 from portamoe.activations import GeGLU, ReLU2, SiTU, SwiGLU, SwiGLUOAI, SwiGLUStep  # noqa: E402
 from portamoe.spec import MoESpec  # noqa: E402
@@ -101,6 +102,27 @@ def none_local():
     return {"zero": not bool(run(problem).any())}
 
 
+def every_width():
+    """Experts with as many rows as a composite width holds and with one more, for every entry of Hopper's table."""
+    worst = {"rms": 0.0, "max": 0.0, "token": 0.0}
+    for entry in tuned(90, False)["sorted"]:
+        if len(entry["columns"]) == 1:
+            continue
+        counts = [width + more for width in entry["columns"] for more in (0, 1)]
+        spec = replace(SMALL, num_experts=len(counts), top_k=1, local_experts=range(0))
+        tokens = sum(counts)
+        if list(make_plan(spec, tokens, 90).columns) != entry["columns"]:
+            raise AssertionError(f"{tokens} tokens do not use {entry['columns']}")
+        problem = make_problem(spec, tokens, seed=5)
+        ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[:, None]
+        problem = replace(
+            problem, topk_ids=ids[torch.randperm(tokens, generator=torch.Generator().manual_seed(6))].to(torch.int32)
+        )
+        metrics = error_metrics(run(problem), problem.reference())
+        worst = {key: max(value, getattr(metrics, key)) for key, value in worst.items()}
+    return worst
+
+
 CASES = {
     "one_token": lambda: against_reference(SMALL, 1),
     "few": lambda: against_reference(replace(SMALL, intermediate_size=96), 5, minus_one=0.3),
@@ -118,6 +140,7 @@ CASES = {
     "int64_ids": lambda: against_reference(SMALL, 18, ids_dtype=torch.int64),
     "odd_top_k": lambda: against_reference(replace(SMALL, top_k=3), 19, minus_one=0.2),
     "wide_tiles": lambda: against_reference(replace(SMALL, num_experts=2, local_experts=range(0), hidden_size=96), 60),
+    "every_width": every_width,
     "half_block": lambda: against_reference(replace(SMALL, hidden_size=32, intermediate_size=32), 17),
     "biases": lambda: against_reference(replace(SMALL, activation=OAI, bias=True, hidden_size=160), 17),
     "bf16": lambda: against_reference(replace(SMALL, weight_format="bf16", intermediate_size=48), 17),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cuda_moe.plan import SORT_TOKENS, expected_tiles, make_plan, max_tiles, plan_edges  # noqa: E402
+from cuda_moe.plan import SORT_TOKENS, expected_tiles, make_plan, max_tiles, plan_edges, plan_of, tuned  # noqa: E402
 from cuda_moe.triton_fused import BACKEND, BATCH_INVARIANT  # noqa: E402
 from cuda_moe.workspace import regions, sort_shape, workspace_bytes  # noqa: E402
 from portamoe.device import Device, Host  # noqa: E402
@@ -102,6 +103,15 @@ def test_tiles_divide_k(k):
         for tile, blocks in ((plan.gate_up, k + 2), (plan.down, k)):
             assert blocks % (tile.slices * tile.unroll) == 0
             assert plan.columns[0] * tile.slices >= 8
+
+
+@pytest.mark.parametrize("columns", [[], [8, 0, 0], [64, 16, 32], [12], [56], [256], [8, 16, 24, 32, 40, 48, 64]])
+def test_widths_that_no_kernel_has_are_refused(columns):
+    table = copy.deepcopy(tuned(90, False))
+    for entry in table["sorted"]:
+        entry["columns"] = columns
+    with pytest.raises(ValueError, match="ascending multiples of 8"):
+        plan_of(table, EP8, 100, 90)
 
 
 def _device(arch="sm_90", triton="3.6.0"):
