@@ -67,6 +67,26 @@ def test_the_choice_is_made_at_import():
     assert "PORTAMOE_BACKEND=aiter is rejected: device: cpu (needs vendor amd)" in out
 
 
+@pytest.mark.parametrize(
+    "first", ["cuda_moe", "cuda_moe.triton_fused", "rocm_moe", "rocm_moe.triton_unfused", "some_plug_in"]
+)
+def test_a_backend_may_be_imported_before_portamoe(tmp_path, first):
+    source = "from portamoe.registry import backends\nfrom portamoe.torch_backend import TorchBackend\n"
+    source += "class Backend(TorchBackend):\n    name, package = 'plugged', 'some_plug_in'\nBACKEND = Backend()\n"
+    (tmp_path / "some_plug_in.py").write_text(source)
+    (tmp_path / "some_plug_in-1.dist-info").mkdir()
+    (tmp_path / "some_plug_in-1.dist-info/METADATA").write_text("Name: some_plug_in\nVersion: 1\n")
+    entry_point = "[portamoe.backends]\nplugged = some_plug_in:BACKEND\n"
+    (tmp_path / "some_plug_in-1.dist-info/entry_points.txt").write_text(entry_point)
+    show = "import portamoe; from portamoe import registry\n"
+    show += "chosen = portamoe.selected\n"
+    show += "print([b.name for b in registry.backends()], chosen, [d.backend for d in chosen.decisions])"
+    alone = python(show, tmp_path)
+    assert "'triton_fused'" in alone
+    assert "'plugged'" in alone
+    assert python(f"import {first}\n{show}", tmp_path) == alone
+
+
 def test_an_unknown_wish_does_not_break_the_import():
     out = python("import portamoe; print(portamoe.selected)", PORTAMOE_BACKEND="nope")
     assert "unknown backend 'nope'; known: " in out

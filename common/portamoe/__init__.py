@@ -16,7 +16,7 @@ from portamoe.detection import Detection, DetectionError, detect
 from portamoe.detection.distributions import version
 from portamoe.device import Device, Host
 from portamoe.probe import Capabilities, capabilities
-from portamoe.registry import Selection, choose_at_import, decide, select
+from portamoe.registry import Selection, being_imported, choose_at_import, decide, select
 from portamoe.spec import GPT_OSS, KIMI_K3, MoESpec, load_spec
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from portamoe.weights import Expert, ExpertSource, ExpertWeights
 
     __version__: str
+    #: The choice for Kimi-K3's routed experts on the first visible device, made at import.
+    selected: Selection
 
 #: Name -> module that defines it, imported at first use; None: the module of that name itself.
 _LAZY: dict[str, str | None] = {
@@ -95,6 +97,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would believe in ev
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return version("portamoe") or "0+unknown"  # unknown: run from a source tree
+        if name == "selected":
+            return globals().setdefault(name, choose_at_import())
         if name not in _LAZY:
             raise AttributeError(f"module 'portamoe' has no attribute {name!r}")
         module = importlib.import_module(_LAZY[name] or f"portamoe.{name}")
@@ -105,5 +109,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-#: The choice for Kimi-K3's routed experts on the first visible device, made at import.
-selected: Selection = choose_at_import()
+# A backend whose own import led here cannot be asked yet: then the choice is made when it is first read.
+if not being_imported():
+    selected = choose_at_import()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,14 @@ def backends() -> tuple[Backend | Deferred | Broken, ...]:
             backend = Broken(label, package, taken)
         found.append(backend)
     return tuple(sorted(found, key=lambda b: (isinstance(b, Broken), -getattr(b, "priority", 0), b.name)))
+
+
+def being_imported() -> list[str]:
+    """Return the announced packages and modules whose import has begun and not ended."""
+    modules = (target.partition(":")[0].strip() for _, target in entry_points(ENTRY_POINT_GROUP))
+    names = {*VENDOR_PACKAGES, *(part for module in modules for part in (module, module.partition(".")[0]))}
+    specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name in names}
+    return sorted(name for name, spec in specs.items() if getattr(spec, "_initializing", False))
 
 
 def _announced() -> list[tuple[str | Deferred | Broken, str, str]]:
