@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from portamoe.checkpoints.kimi_block import BlockConfig, BlockWeights
-from portamoe.cli._measure import eager_us, expert_bytes, launches, limits, time_graph
+from portamoe.cli._cases import expert_bytes
+from portamoe.cli._measure import eager_us, launches, limits, time_graph
 from portamoe.gpu_timing import median_ms
 from portamoe.layer import RoutedExperts
 from portamoe.models._block_ops import partial_logits

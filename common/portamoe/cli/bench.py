@@ -6,26 +6,31 @@ import argparse
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portamoe.cli._report import FLOOR, Report, best_peer, table
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
     import torch
 
+    from portamoe.cli._cases import Case, Inputs
+    from portamoe.cli._implementations import Builder, Implementation
     from portamoe.device import Device
     from portamoe.spec import MoESpec
-    from portamoe.testing import Problem
+    from portamoe.weights import ExpertWeights
 
-SCHEMA = 1
-#: Relative RMS error up to which a peer counts as right; backends are held to the tolerance table.
-PEER_TOLERANCE = 0.01
+SCHEMA = 2
 DEFAULT_TOKENS = "1,4,16,64,256,1024,4096,8192"
-#: Seconds after which a row of a slow backend ends its case.
+#: Tokens that are compared with the float32 reference.
+CHECKED_TOKENS = 48
+#: A slower call takes an implementation out of the rest of its layer.
 SLOWEST_US = 1e6
 
 Json = dict[str, Any]
@@ -40,20 +45,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "reference. The device's limits are measured in the same run.",
     )
     add = parser.add_argument
-    add("--cases", default="k3-ep8,k3-tp8", help="comma list; append _skew for skewed routing; 'list' shows all")
+    add("--cases", default="k3-ep8,k3-tp8", help="comma list; append _skew or _one-sided; 'list' shows all")
     add("--tokens", default=DEFAULT_TOKENS, help=f"comma list; default {DEFAULT_TOKENS}")
     add("--backend", action="append", metavar="NAME", help="time only these backends (repeatable)")
     add("--device", default="cuda:0", help="default cuda:0")
     add(
-        "--peers", metavar="MODULE", help="module with PEERS: name -> build(weights, spec) -> callable(x, ids, weights)"
+        "--peers",
+        metavar="MODULE|FOLDER",
+        help="module, or folder with peers.py, with PEERS: name -> build(weights, spec) -> callable(x, ids, weights)",
     )
     add("--peer", action="append", metavar="NAME", help="only these of the peers (repeatable)")
-    add("--payload", metavar="DIR", help="handed to the module's use_payload(DIR), if it has one")
-    add("--json", metavar="FILE", help="write all numbers; default: nothing is written")
+    add("--payload", metavar="FOLDER", help="handed to the peers' use_payload(FOLDER), if they have one")
+    add("--json", metavar="FILE", help="write all numbers, after every row; default: nothing is written")
     add(
         "--plot",
         metavar="FILE",
         help="write a plot, SVG or PNG: time over tokens, share of the limit (needs portamoe[bench])",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="only compile what the run would need, peers included: fills caches ahead, beside other work",
     )
     add(
         "--limits",
@@ -71,12 +83,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Time, print the table, write what was asked for; status 1 if a result was wrong or nothing was timed."""
-    from portamoe.cli import _measure
-    from portamoe.detection import detect
+    """Time, print the table, write what was asked for; status 1 if a backend was wrong or nothing was timed."""
+    from portamoe.cli import _cases
 
     if args.cases == "list":
-        sys.stdout.write("\n".join(_measure.CASES) + "\n")
+        sys.stdout.write("\n".join(_cases.names()) + "\n")
         return 0
     import torch
 
@@ -91,24 +102,180 @@ def execute(args: argparse.Namespace) -> int:
         return gemm.execute(args, device, {**_versions(device), "command": _command(args)})
     if args.limits or args.tune:
         return _evidence(args, device)
-    tokens = [_count(text) for text in args.tokens.split(",")]
-    facts = detect().device(str(device))
     with torch.cuda.device(device):
-        limits = _measure.limits(device)
-        rows: list[Json] = []
-        for name in args.cases.split(","):
-            spec, routing = _case(name)
-            rows += _run_case(name, spec, routing, tokens, facts, device, limits, args)
-    report = {"schema": SCHEMA, **_versions(device), "command": _command(args), "limits": limits, "rows": rows}
-    sys.stdout.write(table(report) + "\n")
-    if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return _bench(args, device)
+
+
+def _bench(args: argparse.Namespace, device: torch.device) -> int:
+    from portamoe.cli import _cases, _measure
+    from portamoe.cli._implementations import load_peers
+    from portamoe.detection import detect
+
+    tokens = [_count(text) for text in args.tokens.split(",")]
+    cases = [_cases.case(name) for name in args.cases.split(",")]
+    peers = load_peers(args.peers, args.payload) if args.peers else None
+    run = _Run(args, device, detect().device(str(device)), tokens, peers)
+    if not args.compile:
+        run.report.about["limits"] = _measure.limits(device)
+    for layer in dict.fromkeys(case.layer for case in cases):
+        run.layer([case for case in cases if case.layer == layer])
+    if args.compile:
+        sys.stdout.write("\n".join(f"{row['name']}: {row['failed']}" for row in run.report.rows) + "\n")
+        return int(bool(run.report.rows))
+    sys.stdout.write(table(run.report.to_dict()) + "\n")
     if args.plot:
         from portamoe.cli._plot import plot
 
-        plot(report, Path(args.plot))
-    return int(not rows or any(row.get("wrong") for row in rows))
+        plot(run.report.to_dict(), Path(args.plot))
+    return int(run.report.failed)
+
+
+class _Run:
+    """One run: what is timed where, and the report that grows."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        device: torch.device,
+        facts: Device,
+        tokens: Sequence[int],
+        peers: ModuleType | None,
+    ) -> None:
+        self.args, self.device, self.facts, self.tokens, self.peers = args, device, facts, tokens, peers
+        about = {"schema": SCHEMA, **_versions(device), "command": _command(args), "limits": {}}
+        self.report = Report(about, Path(args.json) if args.json and not args.compile else None)
+
+    def layer(self, cases: Sequence[Case]) -> None:
+        """Build everything for one layer, time it cell by cell, and count launches last: a profiler slows the host."""
+        import torch
+
+        from portamoe.testing import make_weights
+
+        spec = cases[0].spec
+        weights, x_std = make_weights(spec, torch.Generator(device=self.device).manual_seed(0))
+        ready = self._build(cases[0].layer, self._builders(spec, weights))
+        cells = [_Cell(case, tokens, x_std, self.device) for case in cases for tokens in self.tokens]
+        for cell in cells:
+            if self.args.compile:
+                self._compile(cell, ready)
+            else:
+                self._time(cell, weights, ready)
+        if not self.args.compile:
+            self._count_launches(cells, ready)
+        del ready
+        torch.cuda.empty_cache()
+
+    def _builders(self, spec: MoESpec, weights: ExpertWeights) -> dict[str, Builder]:
+        from portamoe.cli import _implementations as found
+
+        wanted = self.args.backend or ()
+        builders = found.backends(spec, weights, self.facts, self.device, max(self.tokens), wanted)
+        if self.peers is not None:
+            builders |= found.peers(self.peers, self.args.peer or (), spec, weights)
+        return builders
+
+    def _build(self, layer: str, builders: dict[str, Builder]) -> list[Implementation]:
+        ready = []
+        for name, build in builders.items():
+            began = time.perf_counter()
+            try:
+                ready.append(build())
+            except Exception as error:  # noqa: BLE001 - one broken implementation must not end the run
+                self.report.add({"case": layer, "tokens": None, "name": name, "failed": _reason(error)})
+            else:
+                sys.stderr.write(f"{layer} {name}: built in {time.perf_counter() - began:.1f} s\n")
+        return ready
+
+    def _compile(self, cell: _Cell, ready: Sequence[Implementation]) -> None:
+        import torch
+
+        for one in ready:
+            try:
+                one.call(*cell.sets()[0])
+                torch.cuda.synchronize()
+            except Exception as error:  # noqa: BLE001 - as above
+                self.report.add({**cell.key, "name": one.name, "failed": _reason(error)})
+
+    def _time(self, cell: _Cell, weights: ExpertWeights, ready: list[Implementation]) -> None:
+        """Time one case at one number of tokens, all implementations in turn."""
+        from portamoe.cli import _cases
+        from portamoe.reference import moe_reference
+
+        sets, spec = cell.sets(), cell.case.spec
+        truth = moe_reference(spec, weights, *(t[:CHECKED_TOKENS] for t in sets[0]))
+        floor = self.report.add({**cell.key, "name": FLOOR, **_cases.work(spec, sets, self.report.about["limits"])})
+        rows = []
+        for one in list(ready):
+            row = self.report.add({**cell.key, "name": one.name, **one.facts(cell.tokens), **_row(one, sets, truth)})
+            rows.append(row)
+            if row.get("us", 0.0) > SLOWEST_US:
+                ready.remove(one)
+        best = best_peer(rows)
+        for row in rows:
+            if "us" in row:
+                row["over_floor"] = round(row["us"] / floor["us"], 3)
+                if best:
+                    row["over_peer"] = round(row["us"] / best["us"], 3)
+        self.report.write()
+
+    def _count_launches(self, cells: Sequence[_Cell], ready: Sequence[Implementation]) -> None:
+        from portamoe.cli import _measure
+
+        for cell in cells:
+            inputs = cell.sets()[0]
+            for one in ready:
+                row = next((r for r in self.report.rows if {**cell.key, "name": one.name}.items() <= r.items()), {})
+                if "us" in row:
+                    row["launches"] = _measure.launches(lambda one=one, inputs=inputs: one.call(*inputs))  # type: ignore[misc]
+            self.report.write()
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A case at one number of tokens."""
+
+    case: Case
+    tokens: int
+    x_std: float
+    device: torch.device
+
+    @property
+    def key(self) -> Json:
+        """What its rows have in common."""
+        return {"case": self.case.name, "tokens": self.tokens}
+
+    def sets(self) -> list[Inputs]:
+        """Draw its batches; the same at every call."""
+        from portamoe.cli import _cases
+
+        return _cases.make_inputs(self.case.spec, self.x_std, self.tokens, self.case.routing, self.device)
+
+
+def _row(one: Implementation, sets: Sequence[Inputs], truth: torch.Tensor) -> Json:
+    """Return times and errors; the error is the larger one of an eager call and of the graph's replay."""
+    from portamoe.cli import _measure
+    from portamoe.testing import error_metrics
+
+    try:
+        eager = error_metrics(one.call(*sets[0])[: truth.shape[0]], truth)
+        timing = _measure.time_graph(one.call, sets)
+        replayed = error_metrics(timing.first[: truth.shape[0]], truth)
+        return {
+            "us": round(timing.us, 2),
+            "us_min": round(timing.us_min, 2),
+            "rms": float(f"{max(eager.rms, replayed.rms):.3g}"),
+            "max": float(f"{max(eager.max, replayed.max):.3g}"),
+            "wrong": one.wrong(eager) or one.wrong(replayed) or not timing.finite,
+            "repeats": timing.repeats,
+            "eager_us": round(_measure.eager_us(one.call, sets[0]), 1),
+            "peak_bytes": _measure.peak_bytes(lambda: one.call(*sets[0])),
+        }
+    except Exception as error:  # noqa: BLE001 - one broken implementation must not end the run
+        return {"failed": _reason(error)}
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def _evidence(args: argparse.Namespace, device: torch.device) -> int:
@@ -144,21 +311,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _case(name: str) -> tuple[MoESpec, str]:
-    from portamoe.cli._measure import CASES
-
-    base = name.removesuffix("_skew")
-    if base not in CASES:
-        raise ValueError(f"unknown case {name!r}; known: {', '.join(CASES)}, each also with _skew")
-    return CASES[base], "skew" if base != name else "uniform"
-
-
 def _command(args: argparse.Namespace) -> str:
-    asked = "--gemm" if args.gemm else f"--cases {args.cases}"
-    parts = ["portamoe bench", asked, f"--tokens {args.tokens}"]
+    parts = ["portamoe bench", "--gemm" if args.gemm else f"--cases {args.cases}", f"--tokens {args.tokens}"]
     parts += [f"--backend {name}" for name in args.backend or ()]
     parts += [flag for flag, given in (("--limits", args.limits), ("--tune", args.tune)) if given]
-    return " ".join(parts + ([f"--peers {args.peers}"] if args.peers else []))
+    parts += [f"--peers {Path(args.peers).name}"] if args.peers else []
+    return " ".join(parts + [f"--peer {name}" for name in args.peer or ()])
 
 
 def _versions(device: torch.device) -> Json:
@@ -171,167 +329,3 @@ def _versions(device: torch.device) -> Json:
     if "triton" in sys.modules or importlib.util.find_spec("triton"):
         found["triton"] = importlib.import_module("triton").__version__
     return found
-
-
-def _run_case(
-    name: str,
-    spec: MoESpec,
-    routing: str,
-    tokens: Sequence[int],
-    facts: Device,
-    device: torch.device,
-    limits: dict[str, float],
-    args: argparse.Namespace,
-) -> list[Json]:
-    """Time every implementation on one case; one is built, timed and freed before the next."""
-    import torch
-
-    from portamoe.cli import _measure
-    from portamoe.reference import moe_reference
-    from portamoe.testing import make_problem
-
-    problem = make_problem(spec, max(tokens), device=device, routing=routing)  # type: ignore[arg-type]
-    batches, truths = {}, {}
-    rows: list[Json] = []
-    for count in tokens:
-        part = _first(problem, count)
-        batches[count] = _measure.make_inputs(part, spec, count, routing)
-        checked = min(count, _measure.CHECKED_TOKENS)
-        x, ids, weights = (t[:checked] for t in batches[count][0])
-        truths[count] = moe_reference(spec, problem.weights, x, ids, weights)
-        floor, bound = _measure.floor_us(spec, batches[count], limits)
-        rows.append({"case": name, "tokens": count, "name": "floor", "us": floor, "bound": bound})
-    for label, build in _implementations(problem, spec, facts, device, max(tokens), args):
-        try:
-            call, extra = build()
-        except Exception as error:  # noqa: BLE001 - one broken implementation must not end the run
-            rows.append(
-                {"case": name, "tokens": None, "name": label, "failed": f"{type(error).__name__}: {error}"[:300]}
-            )
-            continue
-        for count in tokens:
-            rows.append(
-                {
-                    "case": name,
-                    "tokens": count,
-                    "name": label,
-                    **extra(count),
-                    **_row(call, batches[count], truths[count]),
-                }
-            )
-            if float(rows[-1].get("us") or 0) > SLOWEST_US:
-                break
-        del call, build
-        torch.cuda.empty_cache()
-    return rows
-
-
-def _first(problem: Problem, tokens: int) -> Problem:
-    x, ids, weights = (t[:tokens].contiguous() for t in (problem.x, problem.topk_ids, problem.topk_weights))
-    return replace(problem, x=x, topk_ids=ids, topk_weights=weights)
-
-
-def _row(call: Callable[..., torch.Tensor], sets: Sequence[Any], truth: torch.Tensor) -> Json:
-    from portamoe.cli import _measure
-    from portamoe.testing import error_metrics
-
-    try:
-        error = error_metrics(call(*sets[0])[: truth.shape[0]], truth)
-        timing = _measure.time_graph(call, sets)
-        return {
-            "us": round(timing.us, 2),
-            "us_min": round(timing.us_min, 2),
-            "rms": float(f"{error.rms:.3g}"),
-            "wrong": not error.rms <= PEER_TOLERANCE or not error.max <= 0.025,
-            "repeats": timing.repeats,
-            "launches": _measure.launches(lambda: call(*sets[0])),
-            "eager_us": round(_measure.eager_us(call, sets[0]), 1),
-        }
-    except Exception as error:  # noqa: BLE001 - as above: the reason is reported
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
-
-
-def _implementations(
-    problem: Problem, spec: MoESpec, facts: Device, device: torch.device, most: int, args: argparse.Namespace
-) -> list[tuple[str, Callable[[], tuple[Callable[..., torch.Tensor], Callable[[int], Json]]]]]:
-    """Return name and builder of every accepted backend and of the peers."""
-    from portamoe import registry
-    from portamoe.decision import Accepted
-
-    found = []
-    for decision in registry.decide(spec, facts):
-        wanted = decision.backend in args.backend if args.backend else isinstance(decision, Accepted)
-        if wanted:
-            found.append((decision.backend, _backend_builder(decision.backend, problem, spec, facts, device, most)))
-    if args.peers:
-        module = importlib.import_module(args.peers)
-        if args.payload and hasattr(module, "use_payload"):
-            module.use_payload(args.payload)
-        for name, build in module.PEERS.items():
-            if not args.peer or name in args.peer:
-                found.append((f"peer:{name}", _peer_builder(build, problem, spec)))
-    return found
-
-
-def _backend_builder(
-    name: str, problem: Problem, spec: MoESpec, facts: Device, device: torch.device, most: int
-) -> Callable[[], tuple[Callable[..., torch.Tensor], Callable[[int], Json]]]:
-    def build() -> tuple[Callable[..., torch.Tensor], Callable[[int], Json]]:
-        import torch
-
-        from portamoe import registry
-
-        backend = registry.select(spec, facts, name)
-        prepared = backend.prepare(problem.weights, spec, device)
-        rows = backend.default_max_local_rows(spec, most)
-        workspace = torch.empty(backend.workspace_bytes(spec, most, rows), dtype=torch.uint8, device=device)
-        backend.warm_up(prepared, most, rows)
-
-        def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(x)
-            backend.forward(prepared, x, ids, weights, workspace, out, max_local_rows=rows)
-            return out
-
-        def extra(tokens: int) -> Json:
-            return {"workspace": backend.workspace_bytes(spec, tokens, backend.default_max_local_rows(spec, tokens))}
-
-        return call, extra
-
-    return build
-
-
-def _peer_builder(
-    build: Callable[..., Any], problem: Problem, spec: MoESpec
-) -> Callable[[], tuple[Callable[..., torch.Tensor], Callable[[int], Json]]]:
-    def built() -> tuple[Callable[..., torch.Tensor], Callable[[int], Json]]:
-        return build(problem.weights, spec), lambda _: {}
-
-    return built
-
-
-def table(report: Json) -> str:
-    """Return the table: a line per case and number of tokens, µs and the ratio to the floor per implementation."""
-    rows = [row for row in report["rows"] if row["tokens"] is not None]
-    names = list(dict.fromkeys(row["name"] for row in rows if row["name"] != "floor"))
-    by_key = {(row["case"], row["tokens"], row["name"]): row for row in rows}
-    lines = [["case", "tokens", "floor", *names]]
-    for case, tokens in dict.fromkeys((row["case"], row["tokens"]) for row in rows):
-        floor = by_key[case, tokens, "floor"]["us"]
-        lines.append([case, str(tokens), f"{floor:.1f}", *(_cell(by_key.get((case, tokens, n)), floor) for n in names)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-    failed = [
-        f"{row['name']} {row['case']} {row['tokens'] or ''}: {row['failed']}"
-        for row in report["rows"]
-        if "failed" in row
-    ]
-    head = f"{report['device']}, torch {report['torch']}, {report['date']}: " + ", ".join(
-        f"{name} {value:.4g}" for name, value in report["limits"].items()
-    )
-    return os.linesep.join([head, text, *failed])
-
-
-def _cell(row: Json | None, floor: float) -> str:
-    if row is None or "us" not in row:
-        return "-" if row is None else "failed"
-    return f"{row['us']:.1f} x{row['us'] / floor:.2f}" + (" WRONG" if row["wrong"] else "")

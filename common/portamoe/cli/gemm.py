@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portamoe.cli import _measure
+from portamoe.cli import _cases, _measure
 from portamoe.gpu_timing import capture, median_ms
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def make_sets(n: int, k: int, m: int, device: torch.device) -> list[tuple[torch.
     """Return (x, weight, out) for one graph, as many as outgrow the L2 cache."""
     import torch
 
-    copies = max(LEAST_COPIES, min(MOST_COPIES, math.ceil(_measure.ROTATED_BYTES / (2 * n * k))))
+    copies = max(LEAST_COPIES, min(MOST_COPIES, math.ceil(_cases.ROTATED_BYTES / (2 * n * k))))
     generator = torch.Generator(device=device).manual_seed(n + k + m)
 
     def draw(rows: int, scale: float) -> torch.Tensor:
