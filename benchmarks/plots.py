@@ -2,8 +2,8 @@
 
     python benchmarks/plots.py OUT.svg RESULT.json...
 
-A harness's file has `problems` (case, M, floor_us) and `results` (case, M, peer, us); plug-ins are named
-module:function.
+A harness's file has `problems` (case, M, floor_us) and `results` (case, M, peer, us); its cases k3_ep8, k3_tp8 and
+gptoss are k3-ep8, k3-tp8 and gptoss-situ here, and plug-ins are named module:function.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of either kind of file in the form of `portamoe bench`."""
     if "rows" in report:
         return list(report["rows"])
-    rows = [{"case": p["case"], "tokens": p["M"], "name": "floor", "us": p["floor_us"]} for p in report["problems"]]
+    rows = [
+        {"case": _case(p["case"]), "tokens": p["M"], "name": "floor", "us": p["floor_us"]} for p in report["problems"]
+    ]
     for result in report["results"]:
         own = result["peer"].rpartition(":")[2] if ":" in result["peer"] else ""
         wrong = not (result.get("rel_err") or 1.0) <= TOLERANCE
         name = own or f"peer:{result['peer']}"
-        rows.append(
-            {"case": result["case"], "tokens": result["M"], "name": name, "us": result.get("us"), "wrong": wrong}
-        )
+        key = {"case": _case(result["case"]), "tokens": result["M"]}
+        rows.append({**key, "name": name, "us": result.get("us"), "wrong": wrong})
     return rows
+
+
+def _case(name: str) -> str:
+    return name.replace("k3_", "k3-").replace("gptoss", "gptoss-situ")
 
 
 def main() -> None:
