@@ -223,6 +223,13 @@ def test_backends_and_a_folder_of_peers_side_by_side(on_the_cpu, capsys):
     assert "WRONG" in capsys.readouterr().out
 
 
+def test_a_case_can_have_tokens_of_its_own():
+    cells = [(case.name, tokens) for case, tokens in bench._wanted("k3-ep8,k3-ep8_skew@2+8,k3-ep8@1+3", "1,4")]
+    assert cells == [("k3-ep8", 1), ("k3-ep8", 4), ("k3-ep8_skew", 2), ("k3-ep8_skew", 8), ("k3-ep8", 3)]
+    with pytest.raises(ValueError, match="positive"):
+        bench._wanted("k3-ep8@2+x", "1")
+
+
 def test_peers_can_be_picked(on_the_cpu, capsys):
     assert main(arguments(on_the_cpu, "--peer", "right", tokens="1")) == 0
     assert "peer:wrong" not in capsys.readouterr().out

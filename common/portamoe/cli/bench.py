@@ -45,7 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "reference. The device's limits are measured in the same run.",
     )
     add = parser.add_argument
-    add("--cases", default="k3-ep8,k3-tp8", help="comma list; append _skew or _one-sided; 'list' shows all")
+    add(
+        "--cases",
+        default="k3-ep8,k3-tp8",
+        help="comma list, in this order; append _skew or _one-sided, and @2+8 for tokens of its own; 'list' shows all",
+    )
     add("--tokens", default=DEFAULT_TOKENS, help=f"comma list; default {DEFAULT_TOKENS}")
     add("--backend", action="append", metavar="NAME", help="time only these backends (repeatable)")
     add("--device", default="cuda:0", help="default cuda:0")
@@ -107,18 +111,17 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace, device: torch.device) -> int:
-    from portamoe.cli import _cases, _measure
+    from portamoe.cli import _measure
     from portamoe.cli._implementations import load_peers
     from portamoe.detection import detect
 
-    tokens = [_count(text) for text in args.tokens.split(",")]
-    cases = [_cases.case(name) for name in args.cases.split(",")]
+    wanted = _wanted(args.cases, args.tokens)
     peers = load_peers(args.peers, args.payload) if args.peers else None
-    run = _Run(args, device, detect().device(str(device)), tokens, peers)
+    run = _Run(args, device, detect().device(str(device)), peers)
     if not args.compile:
         run.report.about["limits"] = _measure.limits(device)
-    for layer in dict.fromkeys(case.layer for case in cases):
-        run.layer([case for case in cases if case.layer == layer])
+    for layer in dict.fromkeys(case.layer for case, _ in wanted):
+        run.layer([(case, tokens) for case, tokens in wanted if case.layer == layer])
     if args.compile:
         sys.stdout.write("\n".join(f"{row['name']}: {row['failed']}" for row in run.report.rows) + "\n")
         return int(bool(run.report.rows))
@@ -130,46 +133,56 @@ def _bench(args: argparse.Namespace, device: torch.device) -> int:
     return int(run.report.failed)
 
 
+def _wanted(cases: str, tokens: str) -> list[tuple[Case, int]]:
+    """Return the cells that were asked for, in order."""
+    from portamoe.cli import _cases
+
+    cells = []
+    for text in cases.split(","):
+        name, _, own = text.partition("@")
+        case = _cases.case(name)
+        cells += [(case, _count(count)) for count in (own.split("+") if own else tokens.split(","))]
+    return list(dict.fromkeys(cells))
+
+
 class _Run:
     """One run: what is timed where, and the report that grows."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        device: torch.device,
-        facts: Device,
-        tokens: Sequence[int],
-        peers: ModuleType | None,
-    ) -> None:
-        self.args, self.device, self.facts, self.tokens, self.peers = args, device, facts, tokens, peers
+    def __init__(self, args: argparse.Namespace, device: torch.device, facts: Device, peers: ModuleType | None) -> None:
+        self.args, self.device, self.facts, self.peers = args, device, facts, peers
         about = {"schema": SCHEMA, **_versions(device), "command": _command(args), "limits": {}}
         self.report = Report(about, Path(args.json) if args.json and not args.compile else None)
 
-    def layer(self, cases: Sequence[Case]) -> None:
+    def layer(self, wanted: Sequence[tuple[Case, int]]) -> None:
         """Build everything for one layer, time it cell by cell, and count launches last: a profiler slows the host."""
         import torch
 
         from portamoe.testing import make_weights
 
-        spec = cases[0].spec
+        first = wanted[0][0]
+        spec, most = first.spec, max(tokens for _, tokens in wanted)
         weights, x_std = make_weights(spec, torch.Generator(device=self.device).manual_seed(0))
-        ready = self._build(cases[0].layer, self._builders(spec, weights))
-        cells = [_Cell(case, tokens, x_std, self.device) for case in cases for tokens in self.tokens]
+        ready = self._build(first.layer, self._builders(spec, weights, most))
+        cells = [_Cell(case, tokens, x_std, self.device) for case, tokens in wanted]
         for cell in cells:
+            began = time.perf_counter()
             if self.args.compile:
                 self._compile(cell, ready)
             else:
                 self._time(cell, weights, ready)
+            _say(f"{cell.case.name} {cell.tokens}", began)
         if not self.args.compile:
+            began = time.perf_counter()
             self._count_launches(cells, ready)
+            _say(f"{first.layer} launches counted", began)
         del ready
         torch.cuda.empty_cache()
 
-    def _builders(self, spec: MoESpec, weights: ExpertWeights) -> dict[str, Builder]:
+    def _builders(self, spec: MoESpec, weights: ExpertWeights, most: int) -> dict[str, Builder]:
         from portamoe.cli import _implementations as found
 
         wanted = self.args.backend or ()
-        builders = found.backends(spec, weights, self.facts, self.device, max(self.tokens), wanted)
+        builders = found.backends(spec, weights, self.facts, self.device, most, wanted)
         if self.peers is not None:
             builders |= found.peers(self.peers, self.args.peer or (), spec, weights)
         return builders
@@ -183,7 +196,7 @@ class _Run:
             except Exception as error:  # noqa: BLE001 - one broken implementation must not end the run
                 self.report.add({"case": layer, "tokens": None, "name": name, "failed": _reason(error)})
             else:
-                sys.stderr.write(f"{layer} {name}: built in {time.perf_counter() - began:.1f} s\n")
+                _say(f"{layer} {name} built", began)
         return ready
 
     def _compile(self, cell: _Cell, ready: Sequence[Implementation]) -> None:
@@ -272,6 +285,10 @@ def _row(one: Implementation, sets: Sequence[Inputs], truth: torch.Tensor) -> Js
         }
     except Exception as error:  # noqa: BLE001 - one broken implementation must not end the run
         return {"failed": _reason(error)}
+
+
+def _say(what: str, began: float) -> None:
+    sys.stderr.write(f"{what}: {time.perf_counter() - began:.1f} s\n")
 
 
 def _reason(error: Exception) -> str:
