@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from benchmarks.plots import rows_of  # noqa: E402 - the checkout need not be in
 from portamoe.cli._report import FLOOR, PEER, best_peer, by_cell  # noqa: E402
 
 FILES = ("README.md", "benchmarks/RESULTS_H200.md")
-FUSED, UNFUSED = "triton_fused", "triton_unfused"
+FUSED, UNFUSED, INVARIANT = "triton_fused", "triton_unfused", "triton_fused_invariant"
 #: µs that triton_fused should reach on an H200.
 GOALS = {
     "k3-ep8": {1: 20, 4: 50, 16: 130, 64: 335, 256: 530, 1024: 650, 4096: 1150, 8192: 2100},
@@ -166,8 +166,21 @@ def verdict(cells: Cells) -> str:
     return "\n".join(f"- {name}: {'; '.join(found) or 'none'}." for name, found in parts.items())
 
 
-def blocks(cells: Cells) -> dict[str, str]:
-    """Return the text of every block by name."""
+def invariant(cells: Cells) -> str:
+    """Return the table of the batch-invariant mode beside the default."""
+    lines = []
+    for (case, tokens), found in cells.items():
+        default, own = _right(found.get(FUSED)), _right(found.get(INVARIANT))
+        ratio = f"{own / default:.2f}" if own and default else "-"
+        lines.append([title(case), f"{tokens:,}", us(found.get(FUSED)), us(found.get(INVARIANT)), ratio])
+    return _markdown(["case", "tokens", FUSED, INVARIANT, "ratio"], lines)
+
+
+def blocks(reports: Sequence[Json]) -> dict[str, str]:
+    """Return the text of every block by name; reports of the batch-invariant mode serve its table only."""
+    invariants = [any(row["name"] == INVARIANT for row in rows_of(report)) for report in reports]
+    cells = cells_of(report for report, own in zip(reports, invariants, strict=True) if not own)
+    beside = cells_of(report for report, own in zip(reports, invariants, strict=True) if own)
     shards = ("k3-ep16", "k3-ep32", "k3-tp16")
 
     def main_case(case: str) -> bool:
@@ -180,6 +193,7 @@ def blocks(cells: Cells) -> dict[str, str]:
         "routing": comparison(cells, lambda case, _: "_" in case),
         "shards": comparison(cells, lambda case, _: case in shards or case == "gptoss"),
         "peers": every_peer(cells),
+        "invariant": invariant(beside),
         "verdict": verdict(cells),
     }
 
@@ -200,7 +214,7 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--write"]
     if not arguments:
         raise SystemExit(__doc__)
-    found = blocks(cells_of(json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments))
+    found = blocks([json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments])
     if "--write" in sys.argv:
         for name in FILES:
             file = ROOT / name

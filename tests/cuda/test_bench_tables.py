@@ -32,14 +32,21 @@ def test_ratios_are_to_the_best_right_peer():
 
 def test_every_cell_has_its_table_and_every_table_its_order():
     made = [("k3-tp16", 64), ("k3-ep8_one-sided", 64), ("k3-ep8", 2), ("k3-ep8", 4096), ("k3-ep8_skew", 64)]
-    cells = tables.cells_of([report(case, tokens, triton_fused=1234.0) for case, tokens in made])
-    found = tables.blocks(cells)
-    assert list(cells)[:3] == [("k3-ep8", 2), ("k3-ep8", 4096), ("k3-ep8_skew", 64)]
+    reports = [report(case, tokens, triton_fused=1234.0) for case, tokens in made]
+    found = tables.blocks(reports)
+    assert list(tables.cells_of(reports))[:3] == [("k3-ep8", 2), ("k3-ep8", 4096), ("k3-ep8_skew", 64)]
     assert "| Kimi-K3 EP8 | 4,096 | 10.0 | 1,234 | 1,150 |" in found["tabled"]
     assert "| Kimi-K3 EP8 | 2 |" in found["between"]
     assert found["routing"].splitlines()[-1].startswith("| Kimi-K3 EP8, one-sided | 64 |")
     assert "| Kimi-K3 TP16 | 64 |" in found["shards"]
     assert found["readme"].splitlines()[8].startswith("| 4,096 | 10 | 1,234 | - | - |")
+
+
+def test_the_invariant_mode_has_a_table_of_its_own():
+    both = report("k3-ep8", 1, triton_fused=20.0, triton_fused_invariant=30.0)
+    found = tables.blocks([both, report("k3-ep8", 1, triton_fused=21.0)])
+    assert found["invariant"].splitlines()[-1] == "| Kimi-K3 EP8 | 1 | 20.0 | 30.0 | 1.50 |"
+    assert "| Kimi-K3 EP8 | 1 | 10.0 | 21.0 |" in found["tabled"]
 
 
 def test_the_verdict_names_what_is_behind_level_missed_or_wrong():
@@ -67,6 +74,6 @@ def test_blocks_go_between_their_markers():
 
 
 def test_the_markers_of_the_repository_are_known():
-    known = tables.blocks({})
+    known = tables.blocks([])
     for name in tables.FILES:
         tables.put((tables.ROOT / name).read_text(encoding="utf-8"), known)
