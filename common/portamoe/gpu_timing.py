@@ -27,15 +27,17 @@ def capture(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def median_ms(action: Callable[[], Any], runs: int = 10, before: Callable[[], Any] | None = None) -> float:
-    """Return the median milliseconds of `action` between two device events, after two runs that warm up.
+def median_ms(
+    action: Callable[[], Any], runs: int = 10, before: Callable[[], Any] | None = None, warm_up: int = 2
+) -> float:
+    """Return the median milliseconds of `action` between two device events, after `warm_up` runs more.
 
     before:  called ahead of each run, outside of its time
     """
     import torch
 
     times = []
-    for _ in range(runs + 2):
+    for _ in range(runs + warm_up):
         if before is not None:
             before()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -44,4 +46,4 @@ def median_ms(action: Callable[[], Any], runs: int = 10, before: Callable[[], An
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return float(statistics.median(times[2:]))
+    return float(statistics.median(times[warm_up:]))

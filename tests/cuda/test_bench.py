@@ -184,7 +184,7 @@ def on_the_cpu(monkeypatch, tmp_path):
         return _measure.Timing(10.0 * len(first), 9.0, 5, repeats=True, finite=True, first=first)
 
     monkeypatch.setattr(_measure, "time_graph", time_graph)
-    monkeypatch.setattr(_measure, "eager_us", lambda call, inputs: 1.0)
+    monkeypatch.setattr(_measure, "eager_us", lambda call, inputs, calls: 1.0)
     monkeypatch.setattr(_measure, "peak_bytes", lambda action: 7)
     monkeypatch.setattr(_measure, "launches", lambda action: 3)
     monkeypatch.setattr(_measure, "limits", lambda device: {"read_tbs": 1e-3, "matmul_tflops": 1.0})
@@ -254,11 +254,11 @@ def test_compiling_ahead_times_nothing(on_the_cpu, monkeypatch, capsys):
 
 
 def test_a_run_that_is_cut_off_keeps_its_rows(on_the_cpu, monkeypatch):
-    calls = []
+    seen = []
 
-    def stops(call, inputs):
-        calls.append(inputs)
-        if len(calls) == 4:
+    def stops(call, inputs, calls):
+        seen.append((inputs, calls))
+        if len(seen) == 4:
             raise KeyboardInterrupt
         return 1.0
 

@@ -102,9 +102,9 @@ def _layer(name: str, spec: MoESpec, weights: ExpertWeights, device: torch.devic
     def build() -> Implementation:
         from portamoe.layer import RoutedExperts
 
-        # Every result is compared with float32 anyway.
+        # Every result is compared with float32 anyway. No warm_up: it would compile for every number of tokens, and
+        # each cell calls once before it captures.
         layer = RoutedExperts(spec, weights, device=device, backend=name, max_tokens=most, canary="skip")
-        layer.warm_up()
 
         def facts(tokens: int) -> dict[str, Any]:
             rows = layer.backend.default_max_local_rows(spec, tokens)

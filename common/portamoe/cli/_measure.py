@@ -81,7 +81,7 @@ def time_graph(call: Callable[..., torch.Tensor], sets: Sequence[Iterable[torch.
     for output in outputs:
         output.fill_(float("nan"))
     for _ in range(replays):
-        times.append(median_ms(graph.replay, 1) * 1e3 / len(sets))
+        times.append(median_ms(graph.replay, 1, warm_up=0) * 1e3 / len(sets))
     torch.cuda.synchronize()
     finite = all(bool(torch.isfinite(o).all()) for o in outputs)
     same = torch.equal(outputs[0], eager)
