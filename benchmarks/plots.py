@@ -1,6 +1,6 @@
 """Plot results that were kept as JSON, of `portamoe bench --json` or of a peers harness.
 
-    python benchmarks/plots.py OUT.svg RESULT.json...
+    python benchmarks/plots.py OUT.svg RESULT.json... [--cases k3-ep8,k3-tp8]
 
 A harness's file has `problems` (case, M, floor_us) and `results` (case, M, peer, us); its cases k3_ep8, k3_tp8 and
 gptoss are k3-ep8, k3-tp8 and gptoss-situ here, and plug-ins are named module:function.
@@ -8,6 +8,7 @@ gptoss are k3-ep8, k3-tp8 and gptoss-situ here, and plug-ins are named module:fu
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -44,10 +45,16 @@ def _case(name: str) -> str:
 
 def main() -> None:
     """Read the files, write the plot."""
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
-    reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
-    plot({**reports[0], "rows": [row for report in reports for row in rows_of(report)]}, Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Plot results that were kept as JSON.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--cases", help="comma list, in the order of the columns; default: every case")
+    args = parser.parse_args()
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in args.results]
+    rows = [row for report in reports for row in rows_of(report)]
+    if args.cases:
+        rows = [row for case in args.cases.split(",") for row in rows if row["case"] == case]
+    plot({**reports[0], "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

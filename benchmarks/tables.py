@@ -119,11 +119,12 @@ def comparison(cells: Cells, wanted: Callable[[str, int], bool], goals: bool = F
     return _markdown([*head, UNFUSED], lines)
 
 
-def every_peer(cells: Cells) -> str:
+def every_peer(cells: Cells, wanted: Callable[[str, int], bool]) -> str:
     """Return the table of all implementations."""
     names = list(dict.fromkeys(name for found in cells.values() for name in found if name != FLOOR))
     names.sort(key=lambda name: name.startswith(PEER))
-    lines = [[title(c), f"{t:,}", *(us(found.get(n), 0) for n in names)] for (c, t), found in cells.items()]
+    shown = [(key, found) for key, found in cells.items() if wanted(*key)]
+    lines = [[title(case), f"{t:,}", *(us(found.get(name), 0) for name in names)] for (case, t), found in shown]
     return _markdown(["case", "tokens", *(name.removeprefix(PEER) for name in names)], lines)
 
 
@@ -183,16 +184,16 @@ def blocks(reports: Sequence[Json]) -> dict[str, str]:
     beside = cells_of(report for report, own in zip(reports, invariants, strict=True) if own)
     shards = ("k3-ep16", "k3-ep32", "k3-tp16")
 
-    def main_case(case: str) -> bool:
-        return case in GOALS
+    def tabled(case: str, tokens: int) -> bool:
+        return case in GOALS and tokens in TABLED
 
     return {
         "readme": readme(cells),
-        "tabled": comparison(cells, lambda case, tokens: main_case(case) and tokens in TABLED, goals=True),
-        "between": comparison(cells, lambda case, tokens: main_case(case) and tokens not in TABLED),
+        "tabled": comparison(cells, tabled, goals=True),
+        "between": comparison(cells, lambda case, tokens: case in GOALS and tokens not in TABLED),
         "routing": comparison(cells, lambda case, _: "_" in case),
         "shards": comparison(cells, lambda case, _: case in shards or case == "gptoss"),
-        "peers": every_peer(cells),
+        "peers": every_peer(cells, tabled),
         "invariant": invariant(beside),
         "verdict": verdict(cells),
     }
