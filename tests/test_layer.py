@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ import torch
 from portamoe import registry
 from portamoe.activations import SiTU
 from portamoe.backend import WarmUpReport
+from portamoe.checkpoints import load_experts
 from portamoe.decision import Accepted, BackendRejected, Reason
 from portamoe.layer import RoutedExperts
 from portamoe.spec import MoESpec
 from portamoe.testing import assert_close, make_problem
 
+DATA = Path(__file__).parent / "data"
 SPEC = MoESpec(
     hidden_size=64,
     intermediate_size=64,
@@ -207,6 +210,48 @@ def test_a_call_that_wants_gradients_is_refused(problem, layer):
         assert_close(layer(*inputs(problem)), problem.reference(), roundings=1)
 
 
+@pytest.mark.parametrize("name", ["x", "topk_weights", "out"])
+def test_whatever_wants_a_gradient_is_refused_and_served_without(name, problem, layer):
+    tensors = dict(zip(("x", "topk_ids", "topk_weights"), inputs(problem), strict=True)) | {"out": problem.x.clone()}
+    expected = layer(**tensors).clone()
+    tensors[name] = tensors[name].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"{name} requires a gradient.*no_grad"):
+        layer(**tensors)
+    with torch.no_grad():
+        assert torch.equal(layer(**tensors), expected)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
+def test_what_is_no_tensor_is_named(name, problem, layer):
+    tensors = dict(zip(("x", "topk_ids", "topk_weights"), inputs(problem), strict=True))
+    tensors[name] = tensors[name].float().numpy()
+    with pytest.raises(TypeError, match=rf"{name} is a ndarray, expected a torch tensor"):
+        layer(**tensors)
+
+
+def test_rows_and_their_sum_are_checked_like_a_call(problem, layer):
+    x, ids, weights = inputs(problem)
+    rows = torch.empty(len(x) * SPEC.top_k + 1, SPEC.hidden_size, dtype=layer.row_dtype)
+    layer.forward_rows(x, ids, rows)
+    out = torch.empty_like(x)
+    layer.sum_rows(rows, ids, weights, out)
+    assert torch.equal(out, layer(x, ids, weights))
+    with pytest.raises(TypeError, match=r"topk_weights is torch.bfloat16"):
+        layer.sum_rows(rows, ids, weights.bfloat16(), out)
+    with pytest.raises(ValueError, match=r"topk_weights has shape \(5, 3\), expected \(6, 3\)"):
+        layer.sum_rows(rows, ids, weights[:5], out)
+    with pytest.raises(ValueError, match=r"topk_ids has shape \(6, 2\), expected \(6, 3\)"):
+        layer.sum_rows(rows, ids[:, :2].contiguous(), weights, out)
+    with pytest.raises(ValueError, match=r"out has shape \(5, 64\), expected \(6, 64\)"):
+        layer.sum_rows(rows, ids, weights, out[:5])
+    shared = rows.view(-1)[: out.numel()].view(out.dtype)[: out.numel()].view_as(out)
+    with pytest.raises(ValueError, match="out overlaps rows"):
+        layer.sum_rows(rows, ids, weights, shared)
+    within = rows.view(-1).view(x.dtype)[: x.numel()].view_as(x)
+    with pytest.raises(ValueError, match="rows overlaps x"):
+        layer.forward_rows(within, ids, rows)
+
+
 def test_hooks_reach_the_backend(problem, layer):
     with pytest.raises(TypeError, match="after_gemm1"):
         layer(*inputs(problem), after_gemm1=lambda *_: None)
@@ -278,6 +323,17 @@ def test_weights_of_another_spec_are_refused(problem):
         make(replace(problem, spec=replace(SPEC, local_experts=range(8))))
     with pytest.raises(ValueError, match=r"w13 has shape \(128, 32\), expected \(192, 32\)"):
         make(replace(problem, spec=replace(SPEC, intermediate_size=96)))
+
+
+def test_the_spec_of_one_rank_with_the_weights_of_another_is_refused():
+    first, _ = load_experts(DATA / "kimi-k3-tiny", 1, range(8))
+    second, weights = load_experts(DATA / "kimi-k3-tiny", 1, range(8, 16))
+    with pytest.raises(
+        ValueError, match=r"local_experts is range\(0, 8\), the weights were opened with range\(8, 16\)"
+    ):
+        RoutedExperts(first, weights, max_tokens=4, device="cpu", backend="torch")
+    layer = RoutedExperts(second, weights, max_tokens=4, device="cpu", backend="torch")
+    assert layer.spec.local_experts == range(8, 16)
 
 
 def test_bad_arguments(problem):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from portamoe import custom_op, nvfp4
+from portamoe import call_checks, custom_op, nvfp4
 from portamoe.decision import Accepted
 from portamoe.detection import detect
 from portamoe.dispatch import choose_verified
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from portamoe.registry import Selection
     from portamoe.spec import MoESpec
     from portamoe.weights import ExpertSource
-
-#: What x may be where a backend does not say more in `x_dtypes`.
-_X_DTYPES = ("bfloat16",)
-_NO_BACKWARD = "RoutedExperts is for inference and has no backward; call it under torch.no_grad()"
 
 
 class RoutedExperts(nn.Module):
@@ -68,6 +64,7 @@ class RoutedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.max_tokens = _positive("max_tokens", max_tokens)
+        call_checks.source(spec, weights)
         self.device = _torch_device(device, weights)
         facts = detect().device(str(self.device))
         spec, weights = nvfp4.served_as(spec, weights, facts, backend)
@@ -157,12 +154,13 @@ class RoutedExperts(nn.Module):
 
         Raises ValueError or TypeError for tensors that do not fit and for a backend that only gives sums.
         """
-        self._check_inputs(x, topk_ids, topk_weights=None)
-        self._check_rows(rows, x.shape[0])
+        call_checks.inputs(self, x, topk_ids)
+        call_checks.rows(self, rows, x.shape[0])
+        call_checks.no_overlap("rows", rows, x=x, topk_ids=topk_ids, **{"the workspace": self._workspace})
         if x.shape[0] == 0:
             return
         if self.validate:
-            _check_ids(topk_ids, self.spec.num_experts)
+            call_checks.ids(topk_ids, self.spec.num_experts)
         with self._on_device():
             backend: Any = self.backend
             backend.forward_rows(self._prepared, x, topk_ids, self._workspace, rows, max_local_rows=self.max_local_rows)
@@ -174,18 +172,17 @@ class RoutedExperts(nn.Module):
 
         rows:                    (T·K + 1, H) as of `forward_rows`; of any ranks, so ids need not be local
         topk_ids, topk_weights:  (T, K); slots with a negative id are left out
-        out:                     (T, H) of x's dtype, contiguous
+        out:                     (T, H) of x's dtype, contiguous, overlapping no other tensor
+
+        Raises ValueError or TypeError for tensors that do not fit and for a backend that only gives sums.
         """
-        self._check_rows(rows, topk_ids.shape[0])
+        call_checks.routing(self, topk_ids, topk_weights)
+        call_checks.rows(self, rows, topk_ids.shape[0])
+        call_checks.out_of_rows(self, out, rows, topk_ids, topk_weights)
         if topk_ids.shape[0]:
             with self._on_device():
                 backend: Any = self.backend
                 backend.sum_rows(self._prepared, rows, topk_ids, topk_weights, out)
-
-    def _check_rows(self, rows: torch.Tensor, tokens: int) -> None:
-        if self.row_dtype is None:
-            raise ValueError(f"{self.backend.name} gives weighted sums only, no rows; use torch or triton_unfused")
-        self._check_tensor("rows", rows, (self.row_dtype,), (tokens * self.spec.top_k + 1, self.spec.hidden_size))
 
     def set_hooks(self, **hooks: Any) -> None:
         """Hand `hooks` to the backend in every later call, compiled ones included; none: take them away.
@@ -212,13 +209,13 @@ class RoutedExperts(nn.Module):
         hooks:      default: those of `set_hooks`
         overlap:    look whether `out` overlaps another tensor
         """
-        self._check_inputs(x, topk_ids, topk_weights)
+        call_checks.inputs(self, x, topk_ids, topk_weights)
         if overlap:
-            self._check_out(out, workspace, x, topk_ids, topk_weights)
+            call_checks.out(self, out, workspace, x, topk_ids, topk_weights)
         if x.shape[0] == 0:
             return
         if self.validate:
-            _check_ids(topk_ids, self.spec.num_experts)
+            call_checks.ids(topk_ids, self.spec.num_experts)
         with self._on_device():
             self.backend.forward(
                 self._prepared,
@@ -245,8 +242,7 @@ class RoutedExperts(nn.Module):
                 f"the hooks {sorted(hooks)} of one call cannot be traced; hand them to set_hooks() before, or call the "
                 "layer outside of torch.compile"
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(_NO_BACKWARD)
+        call_checks.no_gradients("RoutedExperts", x=x, topk_weights=topk_weights, out=out)
         if out is None:
             out = torch.empty_like(x)
         workspace = custom_op.workspace_for(x, self._workspace)
@@ -257,50 +253,8 @@ class RoutedExperts(nn.Module):
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Raise ValueError or TypeError for dtypes, shapes and devices that `run` would refuse, whatever T is."""
-        self._check_tensors(x, topk_ids, topk_weights)
-        self._check_tensor("out", out, (x.dtype,), tuple(x.shape))
-
-    def _check_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
-        self._check_tensors(x, topk_ids, topk_weights)
-        if x.shape[0] > self.max_tokens:
-            raise ValueError(
-                f"x has {x.shape[0]} tokens, the layer was made for max_tokens={self.max_tokens}; "
-                "raise it or split the call"
-            )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(_NO_BACKWARD)
-
-    def _check_tensors(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None) -> None:
-        if x.dim() != 2 or x.shape[1] != self.spec.hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, {self.spec.hidden_size})")
-        slots = (x.shape[0], self.spec.top_k)
-        allowed = tuple(getattr(torch, name) for name in getattr(self.backend, "x_dtypes", _X_DTYPES))
-        for name, tensor, dtypes, shape in (
-            ("x", x, allowed, tuple(x.shape)),
-            ("topk_ids", topk_ids, (torch.int32, torch.int64), slots),
-            ("topk_weights", topk_weights, (torch.float32,), slots),
-        ):
-            if tensor is not None:
-                self._check_tensor(name, tensor, dtypes, shape)
-
-    def _check_tensor(
-        self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
-    ) -> None:
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}, {self.backend.name} takes {' or '.join(map(str, dtypes))}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if tensor.device != self.device:
-            raise ValueError(f"{name} is on {tensor.device}, the layer on {self.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous; call .contiguous()")
-
-    def _check_out(self, out: torch.Tensor, workspace: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> None:
-        self._check_tensor("out", out, (x.dtype,), tuple(x.shape))
-        names = ("x", "topk_ids", "topk_weights", "the workspace")
-        for name, tensor in zip(names, (x, *others, workspace), strict=True):
-            if _overlap(out, tensor):
-                raise ValueError(f"out overlaps {name}; give it memory of its own")
+        call_checks.tensors(self, x, topk_ids, topk_weights)
+        call_checks.tensor(self, "out", out, (x.dtype,), tuple(x.shape))
 
     def _make_workspace(self, workspace: torch.Tensor | None) -> torch.Tensor:
         needed = self.workspace_bytes
@@ -373,18 +327,3 @@ def _positive(name: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
-
-
-def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
-    wrong = (topk_ids < -1) | (topk_ids >= num_experts)
-    if bool(wrong.any()):
-        token, slot = (int(i) for i in wrong.nonzero()[0])
-        raise ValueError(
-            f"topk_ids[{token}, {slot}] is {int(topk_ids[token, slot])}, expected -1 or 0 … {num_experts - 1}"
-        )
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two contiguous tensors share bytes?"""
-    start, end = one.data_ptr(), one.data_ptr() + one.nbytes
-    return start < other.data_ptr() + other.nbytes and other.data_ptr() < end
