@@ -285,6 +285,9 @@ def test_one_checkpoint_serves_all_layers(monkeypatch):
         ({"latent_moe_use_norm": None}, "latent_moe_use_norm must be true or false, got None"),
         ({"num_expert_group": 2}, "num_expert_group is 2, expected 1"),
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax', expected 'sigmoid'"),
+        ({"moe_router_activation_func": None}, "moe_router_activation_func is None, expected 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy', expected 'noaux_tc'"),
+        ({"topk_method": None}, "topk_method is None, expected 'noaux_tc'"),
         ({"num_shared_experts": 2}, r"shared_experts.down_proj.weight has shape \[512, 192\], expected \[512, 384\]"),
         ({"routed_expert_hidden_size": None}, "lacks routed_expert_hidden_size"),
         ({"latent_moe_use_norm": False}, r"surplus \(1\): .*routed_expert_norm.weight"),
@@ -306,6 +309,19 @@ def test_tensors_that_are_missing_surplus_or_misshapen(tmp_path):
     assert caught.value.missing == (f"{BLOCK}gate.weight",)
     assert caught.value.surplus == (f"{BLOCK}gate.extra",)
     assert "up_proj.weight has shape [256, 512] (transposed), expected [512, 256]" in str(caught.value)
+
+
+def test_tensors_that_are_read_as_one_have_one_dtype(tmp_path):
+    """Of an F32 up behind a BF16 gate half the bytes would be read, as BF16."""
+    directory = copy_of_tiny(tmp_path / "c")
+    name = "shared_experts.up_proj.weight"
+    _, right = Checkpoint(directory).block(1)
+    up = right.shared_gate_up[right.shared_gate_up.shape[0] // 2 :]
+    edit(directory, name, up.float())
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight is BF16 and .*up_proj.weight F32"):
+        Checkpoint(directory).block(1)
+    edit(directory, name, up.clone())
+    assert torch.equal(Checkpoint(directory).block(1)[1].shared_gate_up, right.shared_gate_up)
 
 
 def test_other_models_and_dense_layers():

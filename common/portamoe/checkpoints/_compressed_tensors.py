@@ -28,6 +28,11 @@ def check_weights(config: Config, groups: Sequence[Mapping[str, Any]], **expecte
         weights = group.get("weights")
         if not isinstance(weights, dict):
             raise CheckpointError(f"{config.path}: a config group's weights must be an object, got {weights!r}")
+        if weights.get("symmetric") is not True:
+            raise CheckpointError(
+                f"{config.path}: quantized weights have symmetric {weights.get('symmetric')!r}, expected True: zero "
+                "points are not built"
+            )
         for key, value in expected.items():
             if weights.get(key) != value:
                 raise CheckpointError(

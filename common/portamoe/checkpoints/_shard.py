@@ -193,10 +193,17 @@ def destination(
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """Return where `torch.cat([tensor[index] for each of headers])` goes, and each tensor's part of it.
 
-    Raises ValueError for an `out` of another dtype or shape, not contiguous, or not on the CPU.
+    Raises CheckpointError for tensors of different dtypes, and ValueError for an `out` of another dtype or shape, not
+    contiguous, or not on the CPU.
     """
     import torch
 
+    if kinds := {header.dtype for header in headers[1:]} - {headers[0].dtype}:
+        other = next(header for header in headers if header.dtype in kinds)
+        raise CheckpointError(
+            f"{headers[0].name} is {headers[0].dtype} and {other.name} {other.dtype}; they are read as one tensor and "
+            "must have the same dtype, so convert one of them"
+        )
     shape = _selected(headers[0].shape, index)
     dtype = getattr(torch, _DTYPES[headers[0].dtype])
     whole = (len(headers) * shape[0], *shape[1:]) if shape else ()

@@ -82,8 +82,8 @@ def block_config(config: Config, layer: int) -> BlockConfig:
     for key in ("num_expert_group", "topk_group"):
         if (value := config.integer(key, 1)) != 1:
             raise CheckpointError(f"{config.path}: {key} is {value}, expected 1: groups of experts are not built")
-    if "moe_router_activation_func" in config.text:
-        config.expect("moe_router_activation_func", "sigmoid")
+    config.expect("moe_router_activation_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
     return BlockConfig(
         hidden_size=config.integer("hidden_size"),
         latent_size=config.integer("routed_expert_hidden_size"),
