@@ -105,6 +105,12 @@ def test_ranks_that_do_not_fit_are_refused_by_name(further):
         assert f"with x of {dtypes[rank]}; all ranks must make the same calls" in said["dtypes"]
         layers = [int(part.split(",")[0]) for part in said["layers"].split("of layer ")[1:]]
         assert abs(layers[0] - layers[1]) == 1
+        named = [part.split(",")[0] for part in said["own_groups"].split("RankGroup ")[1:]]
+        assert len(set(named)) == 2, said["own_groups"]
+        assert f"tensor_group is {'none' if rank else 'slice 0 of 1'} on rank {1 - rank}" in said["tensor_group"]
+        kinds = "rank 0 has 0 tokens of torch.bfloat16; rank 1 has 3 tokens of torch.bfloat16"
+        assert kinds in said["tokens"], said["tokens"]
+        assert "topk_weights requires a gradient, but ExpertParallel is for inference" in said["gradient"]
         assert rank == 0 or "topk_ids has shape (3, " in said["caught"]
         theirs, ours = (int(part.split(",")[0]) for part in said["after"].split("is in call ")[1:])
         assert theirs - ours == (-1 if rank else 1), said["after"]

@@ -124,6 +124,24 @@ def refused(ranks: RankGroup) -> dict[str, object]:
     out["dtypes"] = message(lambda: parallel(x, problem.topk_ids, problem.topk_weights))
     mine = second if ranks.rank else parallel
     out["layers"] = message(lambda: mine(problem.x, problem.topk_ids, problem.topk_weights))
+    # Two layers with groups of their own, each number 1 of it: ranks that call different ones are told.
+    own = [ExpertParallel(bench.layer, timeout=60.0) for _ in range(2)]
+    out["own_groups"] = message(lambda: own[ranks.rank % 2](problem.x, problem.topk_ids, problem.topk_weights))
+    for layer in own:
+        layer.close()
+    alone = [dist.new_group([r]) for r in range(ranks.size)][ranks.rank]
+    out["tensor_group"] = message(
+        lambda: ExpertParallel(bench.layer, ranks, tensor_group=alone if ranks.rank else None)
+    )
+    # Every rank is an experts' group of its own, and all are one tensor group.
+    sliced = ExpertParallel(bench.single, alone, tensor_group=ranks, timeout=60.0)
+    few = problem.x[: 3 * ranks.rank]
+    out["tokens"] = message(lambda: sliced(few, problem.topk_ids[: len(few)], problem.topk_weights[: len(few)]))
+    sliced.ranks.close()
+    try:
+        parallel(problem.x, problem.topk_ids, problem.topk_weights.clone().requires_grad_())
+    except RuntimeError as error:
+        out["gradient"] = str(error)
     if ranks.rank:  # an argument's error that this rank gets over
         out["caught"] = message(lambda: parallel(problem.x[:2], problem.topk_ids, problem.topk_weights))
     out["after"] = message(lambda: parallel(problem.x, problem.topk_ids, problem.topk_weights))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from portamoe import call_checks
 from portamoe.distributed._exchange import Wire, add_in_order, as_bytes, local_pairs, outgoing
 from portamoe.distributed.placement import owners
 from portamoe.distributed.rank_group import RankGroup
@@ -77,10 +78,13 @@ class ExpertParallel(nn.Module):
         self.combine: Combine = combine
         self.form: Form = form
         self.ranks = _rank_group(group, layer.device, timeout)
-        self.tensor_ranks = None if tensor_group is None else _rank_group(tensor_group, layer.device, timeout)
         self.window = self._make_window(window)
         self._number = self.ranks.add_layer()
-        self._owner = torch.tensor(self._agree_on_layout(), device=layer.device)
+        owners_of = self._agree_on_layout(_place_in(tensor_group))
+        self._owner = torch.tensor(owners_of, device=layer.device)
+        # Behind the comparison: a rank alone with its tensor group would wait for the others.
+        self.tensor_ranks = None if tensor_group is None else _rank_group(tensor_group, layer.device, timeout)
+        self._agree_on_slices()
 
     @property
     def buffer_bytes(self) -> int:
@@ -101,7 +105,6 @@ class ExpertParallel(nn.Module):
             if ranks is not None:
                 ranks.close()
 
-    @torch.no_grad()
     def forward(
         self,
         x: torch.Tensor,
@@ -112,8 +115,18 @@ class ExpertParallel(nn.Module):
         """Return the weighted sum over all experts for this rank's tokens; all ranks of the group must call.
 
         x, topk_ids, topk_weights, out:  as in `RoutedExperts.forward`, with ids of the whole layer and any T, also 0
+
+        Raises ValueError, TypeError or RuntimeError for tensors that do not fit, for ranks of the tensor group with
+        different T, and for inputs that require a gradient; RankError naming ranks that are missing.
         """
         self.ranks.begin_call()  # ahead of the checks: a rank that catches their error is in another call from then on
+        call_checks.no_gradients("ExpertParallel", x=x, topk_weights=topk_weights, out=out)
+        with torch.no_grad():
+            return self._forward(x, topk_ids, topk_weights, out)
+
+    def _forward(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
         if out is None:
             out = torch.empty_like(x)
         self.layer.check_metadata(x, topk_ids, topk_weights, out)
@@ -121,9 +134,12 @@ class ExpertParallel(nn.Module):
             raise ValueError(f"topk_ids has values outside -1 … {self.spec.num_experts - 1}")
         ids = torch.where((topk_ids >= 0) & (topk_ids < self.spec.num_experts), topk_ids, -1)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self.tensor_ranks is not None:
+                self.tensor_ranks.begin_call()
             self._captured(x, ids, topk_weights, out)
         else:
-            tokens, gather = self._agree_on_call(x.shape[0], x.dtype)
+            slices = self._slices_of(x)
+            tokens, gather = self._agree_on_call(x.shape[0], x.dtype, slices)
             run = self._gathered if gather else self._exchanged
             for first in range(0, max(tokens), self.window):
                 part = slice(first, min(first + self.window, max(tokens)))
@@ -214,7 +230,6 @@ class ExpertParallel(nn.Module):
         ranks: Any = self.tensor_ranks
         if not len(out):
             return
-        ranks.begin_call()
         slices = out.new_empty(ranks.size, *out.shape)
         ranks.all_gather("tensor-parallel", as_bytes(slices.flatten(0, 1)), as_bytes(out))
         total = torch.zeros(out.shape, device=out.device)
@@ -229,15 +244,35 @@ class ExpertParallel(nn.Module):
     def _wire(self, dtype: torch.dtype) -> Wire:
         return Wire(self.spec.hidden_size, self.spec.top_k, dtype, self.combine == "partial_sums")
 
-    def _agree_on_call(self, tokens: int, dtype: torch.dtype) -> tuple[list[int], bool]:
+    def _slices_of(self, x: torch.Tensor) -> list[list[int]]:
+        """Return T and dtype of the tensor group's ranks; an uneven gather of their results would hang."""
+        ranks = self.tensor_ranks
+        if ranks is None:
+            return []
+        ranks.begin_call()
+        mine = torch.tensor([[x.shape[0], _DTYPES.index(x.dtype)]], device=self.layer.device)
+        everyone = mine.new_empty(ranks.size, 2)
+        ranks.all_gather("tensor-parallel tokens", everyone, mine, host=True)
+        table: list[list[int]] = everyone.tolist()
+        return table
+
+    def _agree_on_call(self, tokens: int, dtype: torch.dtype, slices: list[list[int]]) -> tuple[list[int], bool]:
         """Return every rank's T and whether to use the all-gather form; raises where ranks are in different calls."""
         ranks = self.ranks
-        call = [ranks.calls, self._number, _DTYPES.index(dtype)]
-        mine = torch.tensor([[tokens, *call]], device=self.layer.device)
-        everyone = mine.new_empty(ranks.size, len(call) + 1)
+        call = [ranks.calls, self._number, _DTYPES.index(dtype), ranks.identity]
+        alike = all(row == slices[0] for row in slices)
+        mine = torch.tensor([[tokens, *call, alike]], device=self.layer.device)
+        everyone = mine.new_empty(ranks.size, len(call) + 2)
         ranks.all_gather("tokens", everyone, mine, host=True)
         table: list[list[int]] = everyone.tolist()
-        for rank, (_, *theirs) in enumerate(table):
+        if not alike:
+            kinds = "; ".join(f"rank {r} has {t} tokens of {_DTYPES[d]}" for r, (t, d) in enumerate(slices))
+            raise ValueError(f"the tensor group's ranks must call with the same tokens, but {kinds}")
+        for rank, (_, *theirs, fits) in enumerate(table):
+            if not fits:
+                raise ValueError(
+                    f"rank {rank} was called with other tokens than its tensor group; they must be the same"
+                )
             if theirs != call:
                 raise ValueError(
                     f"{_call_text(rank, theirs)}, {_call_text(ranks.rank, call)}; all ranks must make the same calls "
@@ -252,11 +287,12 @@ class ExpertParallel(nn.Module):
         sent = min(max(counts), self.window) * (ranks.size - 1) * (self._wire(dtype).nbytes + back)
         return counts, sent <= GATHER_BYTES
 
-    def _agree_on_layout(self) -> list[int]:
+    def _agree_on_layout(self, slices: str) -> list[int]:
         """Return the rank of every expert after comparing what all ranks must have in common."""
         local = (self.spec.local_experts.start, self.spec.local_experts.stop)
         common = self.spec.to_dict() | {"local_experts": None, "backend": self.layer.backend.name}
         common |= {"combine": self.combine, "form": self.form, "window": self.window, "layer": self._number}
+        common["tensor_group"] = slices
         everyone = self.ranks.gather_objects((local, common))
         for rank, (_, theirs) in enumerate(everyone):
             for name, value in theirs.items():
@@ -265,14 +301,19 @@ class ExpertParallel(nn.Module):
                         f"{name} is {value} on rank {rank} and {common[name]} on rank {self.ranks.rank}; make the "
                         "layers alike on all ranks"
                     )
-        if self.tensor_ranks is not None:
-            for rank, theirs in enumerate(self.tensor_ranks.gather_objects(local)):
-                if theirs != local:
-                    raise ValueError(
-                        f"rank {rank} of the tensor group holds experts {theirs[0]}:{theirs[1]}, this one "
-                        f"{local[0]}:{local[1]}; its ranks hold slices of the same experts"
-                    )
         return owners([ends for ends, _ in everyone], self.spec.num_experts)
+
+    def _agree_on_slices(self) -> None:
+        """Compare what the ranks of the tensor group must have in common."""
+        if self.tensor_ranks is None:
+            return
+        local = (self.spec.local_experts.start, self.spec.local_experts.stop)
+        for rank, theirs in enumerate(self.tensor_ranks.gather_objects(local)):
+            if theirs != local:
+                raise ValueError(
+                    f"rank {rank} of the tensor group holds experts {theirs[0]}:{theirs[1]}, this one "
+                    f"{local[0]}:{local[1]}; its ranks hold slices of the same experts"
+                )
 
     def _make_window(self, window: int | None) -> int:
         most = self.layer.max_tokens // self.ranks.size
@@ -289,8 +330,20 @@ class ExpertParallel(nn.Module):
 
 
 def _call_text(rank: int, call: list[int]) -> str:
-    count, layer, dtype = call
-    return f"rank {rank} is in call {count}, of layer {layer}, with x of {_DTYPES[dtype]}"
+    count, layer, dtype, group = call
+    return f"rank {rank} is in call {count}, of layer {layer}, RankGroup {group:x}, with x of {_DTYPES[dtype]}"
+
+
+def _place_in(group: dist.ProcessGroup | RankGroup | None) -> str:
+    """Say which slice of I a tensor group makes this rank's, for the comparison over the experts' group."""
+    if group is None:
+        return "none"
+    import torch.distributed as dist
+
+    rank, size = (
+        (group.rank, group.size) if isinstance(group, RankGroup) else (dist.get_rank(group), dist.get_world_size(group))
+    )
+    return f"slice {rank} of {size}"
 
 
 def _rank_group(group: dist.ProcessGroup | RankGroup | None, device: torch.device, timeout: float | None) -> RankGroup:

@@ -66,6 +66,8 @@ class RankGroup:
         self.records: list[StepRecord] | None = None
         self._broken: RankError | None = None
         prefix = self.gather_objects(uuid.uuid4().hex)[0]
+        #: The same on all ranks and of no other RankGroup: int64.
+        self.identity = int(prefix[:15], 16)
         store: Any = distributed_c10d._get_default_store()
         store = store.clone() if hasattr(store, "clone") else store  # a connection that only the records use
         self.watch = Watch(store, f"portamoe/{prefix}", self.rank, self.size, self.timeout)
