@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portamoe.backend import Backend, WarmUpReport
+    from portamoe.checkpoints._experts import Origin
     from portamoe.registry import Selection
     from portamoe.spec import MoESpec
     from portamoe.weights import ExpertSource
@@ -65,6 +66,8 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.max_tokens = _positive("max_tokens", max_tokens)
         call_checks.source(spec, weights)
+        #: The checkpoint and layer that the weights come from; None for weights in memory.
+        self.origin: Origin | None = getattr(weights, "origin", None)
         self.device = _torch_device(device, weights)
         facts = detect().device(str(self.device))
         spec, weights = nvfp4.served_as(spec, weights, facts, backend)

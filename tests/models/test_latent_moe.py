@@ -228,6 +228,32 @@ def test_arguments_are_checked():
         LatentMoE(replace(config, activation=replace(config.activation, beta=3.0)), weights, experts)
 
 
+def test_a_block_of_one_layer_with_the_experts_of_another_is_refused():
+    checkpoint = Checkpoint(TINY)
+    spec, source = checkpoint.experts(1)
+    experts = RoutedExperts(spec, source, max_tokens=16, device="cpu")
+    with pytest.raises(
+        ValueError, match=r"block's weights are layer 2 of .*, the experts layer 1 of .*from_checkpoint"
+    ):
+        LatentMoE(*checkpoint.block(2), experts)
+    config, weights = Checkpoint(TINY).block(1)
+    good = LatentMoE(config, weights, experts, dtype=torch.float32)
+    values = expected()
+    assert rms(good(values["hidden"].float()), values["block_out"]) <= 1e-5
+    with pytest.raises(ValueError, match=r"weights.up has shape \(256, 512\), expected \(512, 256\)"):
+        LatentMoE(config, replace(weights, up=weights.up.T), experts)
+    with pytest.raises(ValueError, match=r"the weights have no latent norm, but norm_eps is 1e-05"):
+        LatentMoE(config, replace(weights, norm=None), experts)
+
+
+def test_a_reduction_that_returns_nothing_is_told_to():
+    block = build(experts=range(8), reduce=lambda partial: None)
+    with pytest.raises(
+        TypeError, match=r"reduce returned None, expected torch.float32 \(3, 256\); one that adds in place"
+    ):
+        block(torch.zeros(3, 512))
+
+
 def test_only_projections_right_behind_a_kernel_of_the_block_are_launched_dependent(monkeypatch):
     """The first product of a stream, and the one behind the experts, never are; all give the same result."""
     data, seen = expected(), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portamoe.checkpoints._safetensors import TensorFolder
@@ -47,6 +48,17 @@ class Share:
         return slice(self.start // values, self.stop // values)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where tensors were read from: a checkpoint folder, resolved, and the layer's number in the model."""
+
+    directory: Path
+    layer: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} of {self.directory}"
+
+
 class CheckpointExperts:
     """One rank's experts in a checkpoint: an `ExpertSource` that reads an expert when it is asked for.
 
@@ -54,8 +66,9 @@ class CheckpointExperts:
     expert's bytes, and of them only this rank's share, and returns tensors of its own on the CPU.
     """
 
-    def __init__(self, spec: MoESpec, description: str, read_expert: ReadExpert) -> None:
+    def __init__(self, spec: MoESpec, description: str, read_expert: ReadExpert, origin: Origin | None = None) -> None:
         self.spec = spec
+        self.origin = origin
         #: What the checkpoint is, for people: "Kimi-K3, compressed-tensors mxfp4-pack-quantized".
         self.description = description
         self._read_expert = read_expert

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portamoe.checkpoints._config import read_config
-from portamoe.checkpoints._experts import CheckpointExperts, Share
+from portamoe.checkpoints._experts import CheckpointExperts, Origin, Share
 from portamoe.checkpoints._registry import Reader, choose_reader
 from portamoe.checkpoints._safetensors import TensorFolder
 from portamoe.checkpoints._shard import Watched
@@ -64,7 +64,8 @@ class Checkpoint:
         share = _share(tensor_parallel, spec)
         read_expert = self._reader.open(config, self._folder, layer, spec, share)
         rank_spec = replace(spec, intermediate_size=share.stop - share.start)
-        return rank_spec, CheckpointExperts(rank_spec, self._reader.description, read_expert)
+        origin = Origin(self.directory.resolve(), layer)
+        return rank_spec, CheckpointExperts(rank_spec, self._reader.description, read_expert, origin)
 
     def block(self, layer: int, *, shared_parallel: tuple[int, int] = (0, 1)) -> tuple[BlockConfig, BlockWeights]:
         """Read what surrounds the routed experts in one MoE block of Kimi-K3, checked like the experts.

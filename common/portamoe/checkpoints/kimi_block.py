@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portamoe.checkpoints._config import Config
-from portamoe.checkpoints._experts import Expected, check_tensors
+from portamoe.checkpoints._experts import Expected, Origin, check_tensors
 from portamoe.checkpoints._kimi import activation_of, check_layer, prefix_of
 from portamoe.checkpoints._safetensors import TensorFolder
 from portamoe.checkpoints.errors import CheckpointError
@@ -65,6 +65,7 @@ class BlockWeights:
     norm:             (H,), or None where the model has no latent norm
     shared_gate_up:   (2S, D), gate rows first; S is this rank's share
     shared_down:      (D, S)
+    origin:           the checkpoint and layer they were read from, or None
     """
 
     router: torch.Tensor
@@ -74,6 +75,7 @@ class BlockWeights:
     norm: torch.Tensor | None
     shared_gate_up: torch.Tensor
     shared_down: torch.Tensor
+    origin: Origin | None = None
 
 
 def block_config(config: Config, layer: int) -> BlockConfig:
@@ -126,6 +128,7 @@ def block_weights(
         norm=None if rules.norm_eps is None else folder.read(f"{prefix}routed_expert_norm.weight"),
         shared_gate_up=folder.read(gate_up, (part,)),
         shared_down=folder.read(f"{prefix}shared_experts.down_proj.weight", (slice(None), part)),
+        origin=Origin(folder.directory.resolve(), layer),
     )
 
 

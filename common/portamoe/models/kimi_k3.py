@@ -75,6 +75,8 @@ class LatentMoE(nn.Module):
         if dtype not in _DTYPES:
             raise TypeError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float32")
         _check_fit(config, experts, reduce)
+        _check_origin(weights, experts)
+        _check_weights(config, weights)
         self.config, self.experts, self.dtype, self.device = config, experts, dtype, experts.device
         self._reduce = reduce
         self._ops = _block_ops(self.device, dtype, kernels, own_linear=linear is None)
@@ -245,9 +247,9 @@ class LatentMoE(nn.Module):
         launch right behind a join has two producers, of which one is on another stream.
         """
         if self._reduce is not None:
-            routed = self._reduce(routed)
+            routed = _reduced(self._reduce, routed)
             if self._shared_is_partial:
-                shared = self._reduce(shared)
+                shared = _reduced(self._reduce, shared)
         if self._norm is None or self.config.norm_eps is None:
             return self._product(routed, self._up, shared)
         normed = self._ops.norm(routed, self._norm, self.config.norm_eps)
@@ -284,6 +286,17 @@ class LatentMoE(nn.Module):
         )
 
 
+def _reduced(reduce: Reduction, partial: torch.Tensor) -> torch.Tensor:
+    total = reduce(partial)
+    if not isinstance(total, torch.Tensor) or (total.shape, total.dtype) != (partial.shape, partial.dtype):
+        found = f"{total.dtype} {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+        raise TypeError(
+            f"reduce returned {found}, expected {partial.dtype} {tuple(partial.shape)}; one that adds in place must "
+            "return its tensor too"
+        )
+    return total
+
+
 def _check_fit(config: BlockConfig, experts: RoutedExperts, reduce: Reduction | None) -> None:
     spec = experts.spec
     for name, ours, theirs in (
@@ -305,6 +318,38 @@ def _check_fit(config: BlockConfig, experts: RoutedExperts, reduce: Reduction | 
         raise _needs_reduce(f"{spec.intermediate_size} of {config.moe_intermediate_size} intermediate values")
     if reduce is not None and not callable(reduce):
         raise TypeError(f"reduce is {reduce!r}, expected a function from a partial sum to the sum over all ranks")
+
+
+def _check_origin(weights: BlockWeights, experts: RoutedExperts) -> None:
+    """Layers of a model have the same shapes, so only where tensors were read tells them apart."""
+    if weights.origin is not None and experts.origin is not None and weights.origin != experts.origin:
+        raise ValueError(
+            f"the block's weights are {weights.origin}, the experts {experts.origin}; take both from one layer, or "
+            "use LatentMoE.from_checkpoint"
+        )
+
+
+def _check_weights(config: BlockConfig, weights: BlockWeights) -> None:
+    E, D, H, S = config.num_experts, config.hidden_size, config.latent_size, weights.shared_down.shape[-1]
+    expected: dict[str, tuple[int, ...]] = {
+        "router": (E, D),
+        "correction_bias": (E,),
+        "down": (H, D),
+        "up": (D, H),
+        "shared_gate_up": (2 * S, D),
+        "shared_down": (D, S),
+    }
+    if (weights.norm is None) != (config.norm_eps is None):
+        raise ValueError(
+            f"the weights have {'no' if weights.norm is None else 'a'} latent norm, but norm_eps is {config.norm_eps}"
+        )
+    if weights.norm is not None:
+        expected["norm"] = (H,)
+    for name, shape in expected.items():
+        if (found := tuple(getattr(weights, name).shape)) != shape:
+            raise ValueError(f"weights.{name} has shape {found}, expected {shape}")
+    if not 0 < S <= config.shared_intermediate_size:
+        raise ValueError(f"the weights hold {S} of {config.shared_intermediate_size} shared intermediate values")
 
 
 def _needs_reduce(part: str) -> ValueError:
