@@ -313,3 +313,18 @@ def test_a_share_that_cuts_a_block() -> None:
         load_experts(build.DATA / "kimi-k3-tiny", 1, tensor_parallel=(0, 4))
     spec, _ = load_experts(build.DATA / "kimi-k3-nvfp4-tiny", 1, tensor_parallel=(3, 4))
     assert spec.intermediate_size == 48  # three blocks of 16
+
+
+def test_a_reciprocal_beyond_float32_is_refused(tmp_path: Path) -> None:
+    checkpoint = build.kimi_k3_nvfp4_packed()
+    name = f"{KIMI_PREFIX}0.w1.weight_global_scale"
+    checkpoint.tensors[name] = torch.tensor([1e-40])
+    _, source = load_experts(checkpoint.write(tmp_path), checkpoint.layer)
+    with pytest.raises(CheckpointError, match=r"w1.weight_global_scale is 9\.99.*e-41, its reciprocal is no finite"):
+        source.expert(0)
+
+
+def test_zero_points_are_refused(tmp_path: Path) -> None:
+    checkpoint = build.kimi_k3()
+    checkpoint.quantization["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    fail(checkpoint, tmp_path, "symmetric False, expected True: zero points are not built")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Config:
     def number(self, key: str) -> float:
         """Return a finite positive number of the text config; raises CheckpointError if it is none."""
         value = self.text.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise CheckpointError(f"{self.path}: {key} must be a positive number, got {value!r}")
         return float(value)
 

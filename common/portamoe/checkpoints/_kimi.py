@@ -115,7 +115,9 @@ def _read(folder: TensorFolder, storage: Storage, base: str, share: Share, out: 
         value = folder.read(name).reshape(())
         if not math.isfinite(value) or value < 0 or (storage.reciprocal and value == 0):
             raise CheckpointError(f"{folder.directory}: {name} is {float(value)}, expected a finite positive scale")
-        return value.reciprocal() if storage.reciprocal else value
+        if not math.isfinite(scale := value.reciprocal() if storage.reciprocal else value):
+            raise CheckpointError(f"{folder.directory}: {name} is {float(value)}, its reciprocal is no finite float32")
+        return scale
 
     def matrix(field: str, projections: tuple[str, ...], suffix: str, *index: slice) -> torch.Tensor:
         target = None if out is None else getattr(out, field)
@@ -171,4 +173,7 @@ def activation_of(config: Config) -> SiTU:
         if key not in config.text:
             null = " (null if up is not bounded)" if "linear" in key else ""
             raise CheckpointError(f"{config.path}: hidden_act 'situ' needs {key}{null}, which is missing")
-    return SiTU(config.text["activation_situ_beta"], config.text["activation_situ_linear_beta"])
+    try:
+        return SiTU(config.text["activation_situ_beta"], config.text["activation_situ_linear_beta"])
+    except (TypeError, ValueError) as error:  # the numbers are the config's
+        raise CheckpointError(f"{config.path}: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portamoe.checkpoints._config import read_config
+from portamoe.checkpoints._config import Config, read_config
 from portamoe.checkpoints._experts import CheckpointExperts, Origin, Share
 from portamoe.checkpoints._registry import Reader, choose_reader
 from portamoe.checkpoints._safetensors import TensorFolder
@@ -37,8 +37,7 @@ class Checkpoint:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"{directory} is no folder; a checkpoint is a local folder with config.json")
-        self._config = read_config(self.directory)
-        self._config_file = Watched(self._config.path)
+        self._config, self._config_file = _watched_config(self.directory)
         self._reader: Reader = choose_reader(self._config)
         self._folder = TensorFolder(self.directory)
 
@@ -107,6 +106,16 @@ def load_experts(
     ValueError or TypeError for arguments that do not fit it.
     """
     return Checkpoint(directory).experts(layer, experts, tensor_parallel=tensor_parallel)
+
+
+def _watched_config(directory: Path) -> tuple[Config, Watched]:
+    """Read the config between two looks at the file, so that what is watched is what was read."""
+    path = directory / "config.json"
+    watched = Watched(path) if path.is_file() else None
+    config = read_config(directory)
+    watched = watched or Watched(path)
+    watched.check()
+    return config, watched
 
 
 def _layer(layer: int) -> int:

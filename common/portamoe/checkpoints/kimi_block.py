@@ -86,14 +86,18 @@ def block_config(config: Config, layer: int) -> BlockConfig:
             raise CheckpointError(f"{config.path}: {key} is {value}, expected 1: groups of experts are not built")
     config.expect("moe_router_activation_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
+    if (top_k := config.integer("num_experts_per_token")) > (experts := config.integer("num_experts")):
+        raise CheckpointError(
+            f"{config.path}: num_experts_per_token is {top_k}, expected at most num_experts {experts}"
+        )
     return BlockConfig(
         hidden_size=config.integer("hidden_size"),
         latent_size=config.integer("routed_expert_hidden_size"),
         shared_intermediate_size=config.integer("num_shared_experts") * config.integer("moe_intermediate_size"),
         moe_intermediate_size=config.integer("moe_intermediate_size"),
-        num_experts=config.integer("num_experts"),
+        num_experts=experts,
         router=SigmoidRouter(
-            top_k=config.integer("num_experts_per_token"),
+            top_k=top_k,
             renormalize=config.flag("moe_renormalize"),
             routed_scaling_factor=config.number("routed_scaling_factor"),
         ),
