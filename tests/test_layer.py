@@ -382,3 +382,20 @@ def test_the_public_name_is_lazy_and_the_same():
     import portamoe
 
     assert portamoe.RoutedExperts is RoutedExperts
+
+
+def test_duplicates_have_one_row_and_the_bits_of_a_call(problem, layer):
+    """With a product of more rows their last bits may differ on some CPUs."""
+    x, weights = problem.x, problem.topk_weights
+    ids = torch.full_like(problem.topk_ids, 3)
+    ids[1] = torch.tensor([4, -1, 4])
+    rows = torch.full((ids.numel() + 1, SPEC.hidden_size), torch.nan, dtype=layer.row_dtype)
+    layer.forward_rows(x, ids, rows)
+    by_slot = rows[:-1].view(len(x), SPEC.top_k, -1)
+    assert torch.equal(by_slot[0], by_slot[0, :1].expand(3, -1))
+    assert torch.equal(by_slot[1, 0], by_slot[1, 2])
+    assert by_slot[1, 1].count_nonzero() == 0
+    assert by_slot[1, 0].count_nonzero() > 0
+    out = torch.empty_like(x)
+    layer.sum_rows(rows, ids, weights, out)
+    assert torch.equal(out, layer(x, ids, weights))

@@ -122,7 +122,9 @@ def forward_rows(
     """Write the row of each (token, slot) to `rows` (T·K + 1, H) float32, zeros where its expert is not here."""
     spec = prepared.spec
     buffers = _carve(spec, x.shape[0], max_local_rows, workspace)
-    alignment = align(topk_ids, spec)
+    # As in `forward`, a token goes through an expert once: the number of rows of a product may decide its last bits.
+    ids, _ = _merge_duplicates(topk_ids, torch.zeros(topk_ids.shape, device=topk_ids.device))
+    alignment = align(ids, spec)
     edges = alignment.offsets.tolist()
     rows.zero_()
     with full_precision():
@@ -131,6 +133,11 @@ def forward_rows(
                 window = slice(first, min(first + buffers.rows.shape[0], edges[index + 1]))
                 result = _expert(spec, expert, x, alignment.tokens[window], buffers)
                 rows.index_copy_(0, alignment.pairs[window], result)
+    if ids is not topk_ids:
+        count, top_k = topk_ids.shape
+        slot = (topk_ids[:, :, None] == topk_ids[:, None, :]).to(torch.int32).argmax(dim=2)
+        source = torch.arange(count, device=slot.device)[:, None] * top_k + slot
+        rows[: count * top_k] = rows.index_select(0, source.flatten())
 
 
 @torch.no_grad()
