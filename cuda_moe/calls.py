@@ -29,7 +29,7 @@ COPY_TOKENS = 2
 #: Blocks whose counts the sort's second launch loads at once.
 SUMMED_BLOCKS = 8
 #: Pairs that one program of route_few places.
-ROUTE_PART = 32
+ROUTE_PART = 8
 _ID_TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
 _DTYPES = {"counts": torch.int16, "token_weight": torch.float32, "tile_weight": torch.float32, "h": torch.bfloat16,
            "rest_h": torch.bfloat16, "rest_y": torch.bfloat16, "partial": torch.uint16}  # fmt: skip
@@ -209,7 +209,7 @@ class Kernels:
         pairs = max(ROUTE_PART, next_power_of_2(self.tokens * self.spec.top_k))
         constants = {**self.ids, "BINS": sort_shape(self.spec, 1).bins, "TOPK": self.spec.top_k, "PAIRS": pairs,
                      "PART": ROUTE_PART, "COLUMNS": self.plan.columns[0], "PDL": self.pdl}  # fmt: skip
-        return self._source(route_few_kernel, arguments, constants, _plain(8))
+        return self._source(route_few_kernel, arguments, constants, _plain(4))
 
     def few_gate_up(self) -> KernelSource:
         """GEMM1 for few tokens."""
