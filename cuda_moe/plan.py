@@ -136,6 +136,8 @@ def plan_of(table: dict[str, Any], spec: MoESpec, tokens: int, capability: int) 
     if spec.weight_format == "bf16":
         gate_up, down = _whole_k(gate_up), _whole_k(down)
     gate_up, down = _divisible(gate_up, spec.hidden_size), _divisible(down, spec.intermediate_size)
+    if gate_up.registers and 2 * spec.intermediate_size % gate_up.rows:
+        gate_up = replace(gate_up, registers=0)  # the masks of a last tile take registers too
     columns = _columns(entry["columns"])
     if path != "sorted":
         if gate_up.slices != down.slices:
