@@ -66,9 +66,12 @@ def test_formula_agrees_with_plain_math(activation, formula, dtype, rtol):
     want = torch.tensor([formula(a, b) for a, b in zip(g.tolist(), u.tolist(), strict=True)], dtype=torch.float64)
     got = activation(g, u)
     assert got.dtype == dtype
-    # GeGLU's 1 + erf and 1 + tanh cancel for g far below 0; there the value itself is next to nothing.
-    atol = 1e-5 if isinstance(activation, GeGLU) and dtype == torch.float32 else 1e-13 if dtype == torch.float64 else 0
-    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
+    atol = torch.full_like(want, 1e-13 if dtype == torch.float64 else 0.0)
+    if isinstance(activation, GeGLU) and dtype == torch.float32:
+        # 1 + erf and 1 + tanh cancel for g far below 0: there the library's erf is right to units of 1, not of the sum,
+        # and how many depends on the CPU's vector code (6 were seen with AVX-512).
+        atol = 8 * 2.0**-24 * (g * u).double().abs() / 2
+    assert bool(((got.double() - want).abs() <= rtol * want.abs() + atol).all())
 
 
 @pytest.mark.parametrize(

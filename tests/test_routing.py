@@ -117,7 +117,8 @@ def test_strange_logits_give_distinct_ids_and_finite_weights(router, top_k):
     assert (weights >= 0).all()
     alone = router(top_k)(ordinary)
     assert torch.equal(ids[:3], alone[0])
-    assert torch.equal(weights[:3], alone[1])
+    # torch's sigmoid rounds differently in the vector part and the remainder of a tensor (AVX-512).
+    torch.testing.assert_close(weights[:3], alone[1], rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
