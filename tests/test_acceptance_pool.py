@@ -222,7 +222,7 @@ def test_what_was_found_survives_a_cut(tmp_path):
     try:
         until = time.monotonic() + 60
         while time.monotonic() < until and not (results.exists() and json.loads(results.read_text()).get("checks")):
-            time.sleep(0.1)
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
     finally:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 #: Lines of a child's stderr that go into a report.
 _TAIL = 3
 #: Seconds between two looks at what the child has printed.
-_PAUSE = 0.2
+_PAUSE = 0.05
 
 
 @dataclass(frozen=True)
