@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuda_moe.plan import FEW_TOKENS, FOLDER_VARIABLE, SHORT_K, Plan, plan_of, tuned, tuned_file
+from portamoe.whole_files import written_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -202,6 +203,5 @@ def _write(file: Path, table: Json, capability: int, device: str) -> None:
         "batch_invariant": tuned(capability, True),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    with written_beside(file) as beside:
+        beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

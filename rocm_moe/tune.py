@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from portamoe.whole_files import written_beside
 from rocm_moe import plan as planning
 from rocm_moe.tiles import Cell, GemmTile, TileTable, load_table, read_table, rows_per_hit_expert, table_to_dict
 
@@ -127,9 +128,8 @@ def write(table: TileTable, folder: Path) -> Path:
     """Write `table` to folder/<arch>.json in one step, so that a reader never sees half a file; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{table.arch}.json"
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(table_to_dict(table), indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text(json.dumps(table_to_dict(table), indent=1) + "\n", encoding="utf-8")
     return path
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from portamoe.spec import MoESpec
+from portamoe.whole_files import written_beside
 
 #: Of the manifest; grows when a file changes its meaning or goes away.
 SCHEMA = 1
@@ -45,14 +46,9 @@ def checked_target(name: str) -> Path:
 def write(path: Path, report: Mapping[str, Any]) -> None:
     """Write the bundle of a report of `portamoe verify`; an existing file is replaced only when all is there."""
     files = contents(report)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, data in files.items():
-                archive.writestr(name, data)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with written_beside(path) as beside, zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
 
 
 def contents(report: Mapping[str, Any]) -> dict[str, bytes]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from portamoe.whole_files import written_beside
+
 Json = dict[str, Any]
 FLOOR = "floor"
 #: Before the names of peers, in tables and files.
@@ -29,15 +31,14 @@ class Report:
         return row
 
     def write(self) -> None:
-        """Write the file, if there is to be one: one row a line, moved into place."""
+        """Write the file, if there is to be one: one row a line."""
         if self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         head = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in self.about.items()]
         rows = ",\n".join("  " + json.dumps(row) for row in self.rows)
-        partial = self.file.with_suffix(".partial")
-        partial.write_text("{\n" + ",\n".join([*head, f' "rows": [\n{rows}\n ]']) + "\n}\n", encoding="utf-8")
-        partial.replace(self.file)
+        with written_beside(self.file) as beside:
+            beside.write_text("{\n" + ",\n".join([*head, f' "rows": [\n{rows}\n ]']) + "\n}\n", encoding="utf-8")
 
     @property
     def failed(self) -> bool:

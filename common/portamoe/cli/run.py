@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portamoe.cli import CliError
+from portamoe.whole_files import written_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -379,15 +380,12 @@ def _output_path(name: str) -> Path:
 
 
 def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Write beside `path` and rename, so that a failure leaves an existing file as it was and nothing else behind."""
+    """Write the file as a whole: a failure leaves an existing one as it was and nothing else behind."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(beside))
-        beside.replace(path)
+        with written_beside(path) as beside:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(beside))
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        beside.unlink(missing_ok=True)

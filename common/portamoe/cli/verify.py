@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from portamoe.acceptance.pool import Pool, default_jobs
 from portamoe.acceptance.shares import GROUPS
 from portamoe.decision import Accepted, BackendRejected, Decision, Rejected
+from portamoe.whole_files import written_beside
 
 if TYPE_CHECKING:
     from portamoe.device import Device
@@ -90,10 +90,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, report: Json) -> None:
-    """Replace the file as a whole."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    beside.replace(path)
+    with written_beside(path) as beside:
+        beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def verify(
