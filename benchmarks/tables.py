@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "common"), str(ROOT)]
 
 from benchmarks.plots import rows_of  # noqa: E402 - the checkout need not be installed
 from portamoe.cli._report import FLOOR, PEER, best_peer, by_cell  # noqa: E402
+from portamoe.cli.bench import DEFAULT_TOKENS  # noqa: E402
 
 FILES = ("README.md", "benchmarks/RESULTS_H200.md")
 FUSED, UNFUSED, INVARIANT = "triton_fused", "triton_unfused", "triton_fused_invariant"
@@ -30,7 +31,7 @@ GOALS = {
     "k3-tp8": {1: 17, 4: 48, 16: 145, 64: 370, 256: 565, 1024: 745, 4096: 1420, 8192: 2620},
     "gptoss-situ": {1: 30, 256: 560, 4096: 1700},
 }
-TABLED = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+TABLED = tuple(int(count) for count in DEFAULT_TOKENS.split(","))
 #: Ratios between which two times count as level.
 TIE = 0.05
 TITLES = {"k3-ep": "Kimi-K3 EP", "k3-tp": "Kimi-K3 TP", "gptoss-situ": "gpt-oss sizes, SiTU", "gptoss": "gpt-oss"}

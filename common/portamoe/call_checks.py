@@ -73,9 +73,12 @@ def tensors(layer: RoutedExperts, x: torch.Tensor, topk_ids: torch.Tensor, topk_
         raise TypeError(f"x is a {type(x).__name__}, expected a torch tensor (T, {hidden})")
     if x.dim() != 2 or x.shape[1] != hidden:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, {hidden})")
-    allowed = tuple(getattr(torch, name) for name in getattr(layer.backend, "x_dtypes", _X_DTYPES))
-    tensor(layer, "x", x, allowed, tuple(x.shape))
+    tensor(layer, "x", x, _x_dtypes(layer), tuple(x.shape))
     _slots(layer, x.shape[0], topk_ids, topk_weights)
+
+
+def _x_dtypes(layer: RoutedExperts) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, name) for name in getattr(layer.backend, "x_dtypes", _X_DTYPES))
 
 
 def routing(layer: RoutedExperts, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -135,8 +138,7 @@ def out_of_rows(
     layer: RoutedExperts, value: torch.Tensor, of: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> None:
     """Check out (T, H) of the sum of rows: any dtype that x may have, and memory of its own."""
-    allowed = tuple(getattr(torch, name) for name in getattr(layer.backend, "x_dtypes", _X_DTYPES))
-    tensor(layer, "out", value, allowed, (topk_ids.shape[0], layer.spec.hidden_size))
+    tensor(layer, "out", value, _x_dtypes(layer), (topk_ids.shape[0], layer.spec.hidden_size))
     no_gradients("RoutedExperts", out=value, topk_weights=topk_weights)
     no_overlap("out", value, rows=of, topk_ids=topk_ids, topk_weights=topk_weights)
 

@@ -49,9 +49,18 @@ def version(name: str) -> str | None:
     return match[1] if match else None
 
 
-def entry_points(group: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, "module:attribute") of every entry point of `group`, in the order of sys.path."""
-    for folder in _folders(tuple(sys.path)).values():
+def entry_points(group: str) -> tuple[tuple[str, str], ...]:
+    """Return (name, "module:attribute") of every entry point of `group`, in the order of sys.path."""
+    return _entry_points(tuple(sys.path), group)
+
+
+@functools.lru_cache(maxsize=8)
+def _entry_points(path: tuple[str, ...], group: str) -> tuple[tuple[str, str], ...]:
+    return tuple(_read_entry_points(path, group))
+
+
+def _read_entry_points(path: tuple[str, ...], group: str) -> Iterator[tuple[str, str]]:
+    for folder in _folders(path).values():
         text = _read(folder / "entry_points.txt")
         if group not in text:
             continue
