@@ -205,12 +205,30 @@ def test_lines_come_while_the_child_runs_and_stop_ends_it(tmp_path, monkeypatch)
     assert time.monotonic() - start < 20
 
 
+#: Makes a child of `verify` pause ahead of each check that it reports, so that some are left when the first is known.
+SLOW_CHILD = """
+import sys, time
+class Slow:
+    def __init__(self, out):
+        self.out = out
+    def write(self, text):
+        if "portamoe-check:" in text:
+            time.sleep(0.1)
+        return self.out.write(text)
+    def __getattr__(self, name):
+        return getattr(self.out, name)
+if "portamoe.acceptance.child" in sys.orig_argv:
+    sys.stdout = Slow(sys.stdout)
+"""
+
+
 def test_what_was_found_survives_a_cut(tmp_path):
     """SIGTERM, as batch systems send it: children end, the report so far is printed and written."""
     spec, results = tmp_path / "small.json", tmp_path / "results.json"
     spec.write_text(json.dumps(SPEC.to_dict()))
     command = [sys.executable, "-m", "portamoe", "verify", "--device", "cpu", "--spec", str(spec), "--json"]
-    path = os.pathsep.join(str(Path(p).resolve()) for p in ("common", "."))
+    (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
+    path = os.pathsep.join(str(Path(p).resolve()) for p in (tmp_path, "common", "."))
     env = {**os.environ, "PYTHONPATH": path, "PORTAMOE_CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen(
         [*command, "--backend", "torch", "--results", str(results)],
